@@ -11,13 +11,13 @@ client of our own (`_core.http2_load`), so that machines without h2load can run 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing as mp
 import os
 import resource
 import socket
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,33 +70,46 @@ class Served(base.Process):
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def make_load(out: Any, cores: list[int] | None, *arguments: Any) -> None:
-    if cores:
-        os.sched_setaffinity(0, cores)
-    from shoal import _core
+@dataclass(frozen=True)
+class Load:
+    """How a load went."""
 
-    out.put(_core.http2_load(*arguments))
+    rate: float
+    """Good answers per second."""
+    times: list[float]
+    """Their seconds, sorted."""
+    statuses: dict[int, int]
+    """Calls by status."""
+    skipped: int
+    """Calls that could not be made."""
+    cpu: float
+    """Seconds of CPU time that the clients took."""
 
 
 def native_load(
-    port: int, request: bytes, *, processes: int = 1, cores: list[int] | None = None, connections: int = 4,
+    port: int, request: bytes, *, threads: int = 1, cores: list[int] | None = None, connections: int = 4,
     calls: int = 16, seconds: float = 3.0, rate: float = 0.0, timeout_ms: int = 0,
-) -> tuple[float, list[float], dict[int, int], int]:  # fmt: skip
-    """(good answers per second, their sorted seconds, calls by status, calls that could not be made)."""
-    out = mp.Queue()
-    arguments = ("127.0.0.1", port, base.PREDICT, request, connections, calls, seconds, rate / processes, timeout_ms)
-    made = [mp.Process(target=make_load, args=(out, cores, *arguments), daemon=True) for _ in range(processes)]
-    for process in made:
-        process.start()
-    results = [out.get(timeout=seconds + 120) for _ in made]
-    for process in made:
-        process.join(10)
+) -> Load:  # fmt: skip
+    """Calls of native clients: each answer makes the next one, or at a rate."""
+    from shoal import _core
+
+    arguments = ("127.0.0.1", port, base.PREDICT, request, connections, calls, seconds, rate / threads, timeout_ms)
+
+    def make(number: int) -> tuple[Any, ...]:
+        if cores:
+            os.sched_setaffinity(0, cores)  # of this thread
+        begin = time.thread_time()
+        return *_core.http2_load(*arguments), time.thread_time() - begin
+
+    with ThreadPoolExecutor(threads) as pool:
+        results = list(pool.map(make, range(threads)))
     times = sorted(each for result in results for each in result[0])
     statuses: dict[int, int] = {}
     for result in results:
         for status, count in result[1].items():
             statuses[status] = statuses.get(status, 0) + count
-    return len(times) / seconds, times, statuses, sum(result[2] for result in results)
+    skipped, cpu = (sum(result[place] for result in results) for place in (2, 4))
+    return Load(len(times) / seconds, times, statuses, skipped, cpu)
 
 
 def front(report: Any, folder: Path, quick: bool) -> None:
@@ -129,23 +142,30 @@ def scaling(report: Any, folder: Path, quick: bool) -> None:
     cores = sorted(os.sched_getaffinity(0))
     most = max(1, len(cores) // 2)
     loading = cores[-most:] if len(cores) > 1 else cores
-    for batch in (1, 64):
-        request, before = base.request_of(batch), 0.0
-        for count in (1, 2, 4, 8):
-            if count > most:
-                break
-            server = Served(path, cores[:count], front="native")
-            fields: dict[str, Any] = {"processes": min(8, most), "cores": loading, "connections": 8, "calls": 16}
+    requests = {batch: base.request_of(batch) for batch in (1, 64)}
+    before = dict.fromkeys(requests, 0.0)
+    fields: dict[str, Any] = {"threads": most, "cores": loading, "connections": 8, "calls": 16}
+    seconds = 2.0 if quick else 5.0
+    for count in (1, 2, 4, 8):
+        if count > most:
+            break
+        server = Served(path, cores[:count], front="native", max_waiting=1 << 20)
+        for batch, request in requests.items():
             native_load(server.port, request, seconds=0.5, **fields)
             begin = server.cpu()
-            rate, times, statuses, _ = native_load(server.port, request, seconds=2.0 if quick else 5.0, **fields)
-            cost = (server.cpu() - begin) / max(1, len(times)) * 1e6
-            server.stop()
-            assert set(statuses) == {0}, statuses
-            figure = f"{rate:.0f} QPS, p99 {base.percentile(times, 0.99) * 1e3:.1f} ms, {cost:.0f} us of CPU each"
-            goal = "first" if not before else ">= 1.60 of half the cores" if count == 8 else ">= 1.80 of half the cores"
-            report(f"{count} cores, batch {batch}", figure, rate / before if before else 1.0, goal)
-            before = rate
+            load = native_load(server.port, request, seconds=seconds, **fields)
+            spent, times, rate = server.cpu() - begin, load.times, load.rate
+            assert set(load.statuses) == {0}, load.statuses
+            figure = (
+                f"{rate:.0f} QPS, p50 {base.percentile(times, 0.5) * 1e3:.2f} ms, p99 "
+                f"{base.percentile(times, 0.99) * 1e3:.2f} ms, {spent / max(1, len(times)) * 1e6:.2f} us of CPU each; "
+                f"busy: server {spent / seconds / count:.0%}, load {load.cpu / seconds / len(loading):.0%}"
+            )
+            goal = ">= 1.60 of half the cores" if count == 8 else ">= 1.80 of half the cores"
+            ratio = rate / before[batch] if before[batch] else 1.0
+            report(f"{count} cores, batch {batch}", figure, ratio, goal if before[batch] else "first")
+            before[batch] = rate
+        server.stop()
 
 
 class HeavyNet(torch.nn.Module):
@@ -175,17 +195,16 @@ def overload(report: Any, folder: Path, quick: bool) -> None:
     server = Served(str(folder / "overload" / "exported_models"), front="native", max_waiting=32)
     request = base.request_of(64)
     native_load(server.port, request, seconds=1.0)
-    capacity, times, statuses, _ = native_load(server.port, request, connections=4, calls=8, seconds=3 if quick else 10)
-    at_capacity = base.percentile(times, 0.99)
-    assert set(statuses) == {0}, statuses
+    full = native_load(server.port, request, connections=4, calls=8, seconds=3 if quick else 10)
+    capacity, at_capacity = full.rate, base.percentile(full.times, 0.99)
+    assert set(full.statuses) == {0}, full.statuses
     seconds = 8.0 if quick else 60.0
-    good, times, statuses, skipped = native_load(
-        server.port, request, connections=4, calls=256, seconds=seconds, rate=3 * capacity
-    )
+    over = native_load(server.port, request, connections=4, calls=256, seconds=seconds, rate=3 * capacity)
+    good, statuses = over.rate, over.statuses
     assert set(statuses) <= {0, 8}, statuses
     assert server.process.is_alive()
-    under = base.percentile(times, 0.99)
-    figure = f"{good:.0f} of {capacity:.0f} QPS, {statuses.get(8, 0)} refused, {skipped} not made"
+    under = base.percentile(over.times, 0.99)
+    figure = f"{good:.0f} of {capacity:.0f} QPS, {statuses.get(8, 0)} refused, {over.skipped} not made"
     report(f"{seconds:.0f} s of 3x overload: goodput", figure, good / capacity, ">= 0.90 of capacity")
     report(
         "p99 of the accepted",
@@ -199,20 +218,22 @@ def overload(report: Any, folder: Path, quick: bool) -> None:
 SHARDS, SHARD_SECS = 8, 0.002
 
 
-def shard_servers(answer: bytes, ports: Any, stop: Any) -> None:
-    """Eight ports; each answers any Predict with the same rows after two milliseconds."""
+def shard_server(answer: bytes, ports: Any, stop: Any) -> None:
+    """Answers any Predict with the same rows after two milliseconds."""
     import asyncio
+
+    from shoal.serving.security import ServerSecurity
+    from shoal.serving.server.front.server import NativeServer
 
     async def run() -> None:
         async def predict(request: bytes, context: Any) -> bytes:
             await asyncio.sleep(SHARD_SECS)
             return answer
 
-        server = grpc.aio.server(options=base.LIMITS)
+        server = NativeServer(ServerSecurity(), 1 << 25, threads=1)
         handler = grpc.unary_unary_rpc_method_handler(predict)
-        service = "tensorflow.serving.PredictionService"
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"Predict": handler}),))
-        ports.put([server.add_insecure_port("127.0.0.1:0") for _ in range(SHARDS)])
+        server.add_registered_method_handlers("tensorflow.serving.PredictionService", {"Predict": handler})
+        ports.put(server.add_insecure_port("127.0.0.1:0"))
         await server.start()
         while not stop.is_set():
             await asyncio.sleep(0.2)
@@ -242,26 +263,32 @@ def entry(report: Any, folder: Path, quick: bool) -> None:
     )  # fmt: skip
     tool.export(parts, global_step=1, mode=ExportMode.DISTRIBUTED)
     answer = encode_response(model_spec("m"), {"u": torch.randn(SHARDS, base.DIM)})
-    shards = base.Process(shard_servers, answer)
-    ours = base.Process(entry_server, str(folder / "entry" / "exported_models" / "entry"), shards.port)
+    shards = [base.Process(shard_server, answer) for _ in range(SHARDS)]
+    ports = [shard.port for shard in shards]
+    ours = base.Process(entry_server, str(folder / "entry" / "exported_models" / "entry"), ports)
     inputs = {"user": torch.arange(SHARDS * SHARDS).reshape(8, 8), "dense": torch.randn(8, 8)}
     request = encode_request(model_spec("m"), {alias: encode_tensor(value) for alias, value in inputs.items()})
-    times = []
-    with grpc.insecure_channel(f"127.0.0.1:{ours.port[0]}") as channel:  # pyrefly: ignore
-        call = channel.unary_unary(base.PREDICT)
-        for number in range(100 if quick else 400):
-            begin = time.perf_counter()
-            call(request, timeout=30)
-            if number >= 20:
-                times.append(time.perf_counter() - begin)
-    times.sort()
-    p50, p99 = base.percentile(times, 0.5) * 1e3, base.percentile(times, 0.99) * 1e3
-    report("entry with 8 shards of 2 ms each", f"p50 {p50:.2f} ms, p99 {p99:.2f} ms", p50 / 4, "<= 4 ms")
-    ours.stop()
-    shards.stop()
+    seconds = 2.0 if quick else 5.0
+    fields: dict[str, Any] = {"connections": 1, "calls": 1}
+    native_load(ours.port[0], request, seconds=0.5, **fields)  # pyrefly: ignore
+    load = native_load(ours.port[0], request, seconds=seconds, **fields)  # pyrefly: ignore
+    assert set(load.statuses) == {0}, load.statuses
+    p50, p99 = (base.percentile(load.times, share) * 1e3 for share in (0.5, 0.99))
+    alone = base.percentile(native_load(ports[0], request, seconds=1.0, **fields).times, 0.5)
+    figure = f"p50 {p50:.2f} ms, p99 {p99:.2f} ms; one shard by itself p50 {alone * 1e3:.2f} ms"
+    report("entry with 8 shards of 2 ms each", figure, p50 / 4, "<= 4 ms")
+    for process in (ours, *shards):
+        process.stop()
 
 
 IDLE, BUSY = 2000, 200
+
+
+def whole(answer: bytes) -> bool:
+    """Whether an HTTP answer has arrived, head and body."""
+    head, end, body = answer.partition(b"\r\n\r\n")
+    sizes = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    return bool(end) and len(body) >= int(sizes[0])
 
 
 def connections(report: Any, folder: Path, quick: bool) -> None:
@@ -280,7 +307,12 @@ def connections(report: Any, folder: Path, quick: bool) -> None:
 
         def ask(connection: socket.socket) -> None:
             connection.sendall(head + body)
-            assert b" 200 " in connection.recv(65536)
+            got = b""
+            while not whole(got):
+                part = connection.recv(65536)
+                assert part, f"the connection was closed after {got!r}"
+                got += part
+            assert got.startswith(b"HTTP/1.1 200 "), got
 
         def work(busy: list[socket.socket]) -> tuple[int, int]:
             for _ in range(3 if quick else 10):

@@ -77,5 +77,6 @@ void sharded(nb::module_& m);
 void data(nb::module_& m);
 void join(nb::module_& m);
 void front(nb::module_& m);
+void predict(nb::module_& m);
 
 }  // namespace shoal::bind

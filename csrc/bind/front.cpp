@@ -8,12 +8,16 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "bind/bind.h"
 
 #ifdef SHOAL_HTTP2
+#include "bind/predict.h"
+#include "net/client/caller.h"
+#include "net/client/load.h"
+#include "net/client/remote_rows.h"
 #include "net/front.h"
-#include "net/load.h"
 
 namespace shoal::bind {
 namespace {
@@ -24,6 +28,12 @@ using net::Front;
 
 nb::str text(const std::string& value) {  // headers are bytes; what is not ASCII stays readable
   PyObject* made = PyUnicode_DecodeLatin1(value.data(), static_cast<Py_ssize_t>(value.size()), "strict");
+  if (!made) throw nb::python_error();
+  return nb::steal<nb::str>(made);
+}
+
+nb::str utf8(const std::string& value) {
+  PyObject* made = PyUnicode_DecodeUTF8(value.data(), static_cast<Py_ssize_t>(value.size()), "replace");
   if (!made) throw nb::python_error();
   return nb::steal<nb::str>(made);
 }
@@ -86,6 +96,11 @@ void reply(Front& front, const std::shared_ptr<Call>& call, nb::object data, boo
   front.reply(*call, std::move(made));
 }
 
+// Python's share of a call that the caller's thread has, too.
+struct OutgoingHandle {
+  net::OutgoingPtr call;
+};
+
 void answer(Batch& batch, size_t first, size_t count, const nb::bytes& spec_bytes, const nb::list& given) {
   const std::string spec = string_of(spec_bytes);
   std::vector<std::string> aliases;
@@ -101,6 +116,24 @@ void answer(Batch& batch, size_t first, size_t count, const nb::bytes& spec_byte
   }
   const nb::gil_scoped_release release;
   batch.answer(first, count, spec, outputs);
+}
+
+// [(lane, [(nanoseconds, requests)], [(requests of a batch, batches)], [(rows of a batch, batches)])]
+nb::list counts_of(Front& front) {
+  nb::list all;
+  for (const auto& [lane, counts] : front.lanes().take_counts()) {
+    nb::list times, requests, rows;
+    for (int i = 0; i < net::LaneCounts::kTimes; ++i)
+      if (const int64_t n = counts.times[static_cast<size_t>(i)])
+        times.append(nb::make_tuple((4 + i % 4 + 0.5) * std::ldexp(0.25, i / 4), n));
+    for (int i = 0; i < net::LaneCounts::kSizes; ++i) {
+      const auto at = static_cast<size_t>(i);
+      if (counts.requests[at]) requests.append(nb::make_tuple(int64_t{1} << i, counts.requests[at]));
+      if (counts.rows[at]) rows.append(nb::make_tuple(int64_t{1} << i, counts.rows[at]));
+    }
+    all.append(nb::make_tuple(lane, times, requests, rows));
+  }
+  return all;
 }
 
 nb::list inputs_of(const Batch& batch) {
@@ -152,22 +185,25 @@ void front(nb::module_& m) {
           "__init__",
           [](Front* self, int threads, int64_t max_message, int64_t max_waiting, const std::string& certificate,
              const std::string& key, const std::string& client_ca, bool wants_identity,
-             std::vector<std::string> bearers, std::vector<std::string> names, std::shared_ptr<Rates> rates) {
+             std::vector<std::string> bearers, std::vector<std::string> names, std::shared_ptr<Rates> rates,
+             const Generation& generation) {
             Front::Options options;
             options.threads = threads;
             options.limits.max_message = max_message;
             options.lanes.max_waiting = max_waiting;
+            options.lanes.cores = threads;
             options.lanes.max_bytes = max_message / 8;
             options.tls = {certificate, key, client_ca};
             options.wants_identity = wants_identity;
             options.bearers = std::move(bearers);
             options.names = std::move(names);
             options.rates = std::move(rates);
+            options.generation = generation.number;
             new (self) Front(std::move(options));
           },
           nb::arg("threads"), nb::arg("max_message"), nb::arg("max_waiting"), nb::arg("certificate"), nb::arg("key"),
           nb::arg("client_ca"), nb::arg("wants_identity"), nb::arg("bearers"), nb::arg("names"),
-          nb::arg("rates").none())
+          nb::arg("rates").none(), nb::arg("generation"))
       .def("add_method", &Front::add_method)
       .def("listen", &Front::listen)
       .def("start", &Front::start)
@@ -183,15 +219,66 @@ void front(nb::module_& m) {
                           const std::string& model) { return front.lanes().add(string_of(key), model); })
       .def(
           "remove_lane", [](Front& front, int64_t lane) { front.lanes().remove(lane); }, NoGil())
+      .def("bind_lane",
+           [](Front& front, int64_t lane, const PredictorHandle& predictor, const nb::bytes& spec,
+              std::vector<size_t> outputs, int64_t generation) {
+             for (size_t each : outputs)
+               if (each >= predictor.predictor->parts().outputs.size())
+                 throw std::invalid_argument("there is no such output");
+             return front.lanes().bind(lane, {predictor.predictor, string_of(spec), std::move(outputs), generation});
+           })
+      .def("take_counts", counts_of)
       .def("set_limit",
            [](Front& front, const std::string& model, int64_t limit) { front.lanes().set_limit(model, limit); })
       .def(
           "next", [](Front& front, double seconds) { return front.lanes().next(static_cast<int64_t>(seconds * 1e9)); },
           NoGil(), nb::keep_alive<0, 1>())
-      .def("note_calls", [](Front& front, int64_t log_every, int64_t trace_every) { front.notes().wants(log_every, trace_every); })
+      .def("note_calls",
+           [](Front& front, int64_t log_every, int64_t trace_every) { front.notes().wants(log_every, trace_every); })
       .def("take_notes", take_notes)
       .def_prop_ro("waiting", [](Front& front) { return front.lanes().waiting(); })
       .def_prop_ro("refused", [](Front& front) { return front.lanes().refused(); });
+  nb::class_<OutgoingHandle>(m, "Outgoing")
+      .def(
+          "wait", [](const OutgoingHandle& self) { self.call->wait(); }, NoGil())
+      .def_prop_ro("status", [](const OutgoingHandle& self) { return self.call->status; })
+      .def_prop_ro("details", [](const OutgoingHandle& self) { return utf8(self.call->details); })
+      .def_prop_ro("message", [](const OutgoingHandle& self) { return bytes(self.call->message); })
+      .def_prop_ro("metadata", [](const OutgoingHandle& self) { return pairs_of(self.call->metadata); });
+  nb::class_<net::Caller>(m, "Caller")
+      .def(nb::init<int64_t>())
+      .def("start",
+           [](net::Caller& caller, const std::string& address, std::string path, const nb::bytes& message,
+              Pairs metadata, double timeout_s) {
+             net::Caller::Request request{address, std::move(path), string_of(message), std::move(metadata)};
+             const nb::gil_scoped_release release;
+             return OutgoingHandle{caller.start(std::move(request), timeout_s)};
+           })
+      .def(
+          "cancel", [](net::Caller& caller, const OutgoingHandle& self) { caller.cancel(self.call); }, NoGil())
+      .def("keep", &net::Caller::keep, NoGil());
+  nb::class_<net::RemoteRows>(m, "RemoteRows")
+      .def("__init__",
+           [](net::RemoteRows* self, const std::vector<std::pair<std::string, int64_t>>& given) {
+             std::vector<net::RemoteRows::Slot> slots;
+             for (const auto& [name, dim] : given) slots.push_back({name, dim});
+             new (self) net::RemoteRows(std::move(slots));
+           })
+      // shards: (address, model spec); wanted: (ids, how many, rows) of each slot
+      .def("lookup", [](const net::RemoteRows& rows, net::Caller& caller, const std::string& method,
+                        const std::vector<std::pair<std::string, nb::bytes>>& given, const Pairs& metadata,
+                        double timeout_s, const std::vector<std::tuple<uintptr_t, int64_t, uintptr_t>>& addresses) {
+        std::vector<net::RemoteRows::Shard> shards;
+        for (const auto& [address, spec] : given) shards.push_back({address, string_of(spec)});
+        std::vector<net::RemoteRows::Wanted> wanted;
+        for (const auto& [ids, n, out] : addresses) wanted.push_back({ptr<int64_t>(ids, n), n, ptr<float>(out, n)});
+        net::RemoteRows::Outcome outcome;
+        {
+          const nb::gil_scoped_release release;
+          outcome = rows.lookup(caller, method, shards, metadata, timeout_s, wanted);
+        }
+        return nb::make_tuple(outcome.status, utf8(outcome.why));
+      });
   // Load on a server: (sorted seconds of the calls that went well, {status: calls}, calls that were skipped, seconds).
   m.def("http2_load", [](const std::string& host, int port, const std::string& path, const nb::bytes& message,
                          int connections, int calls, double seconds, double rate, int64_t timeout_ms) {

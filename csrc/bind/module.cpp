@@ -49,4 +49,5 @@ NB_MODULE(_core, m) {
   shoal::bind::data(m);
   shoal::bind::join(m);
   shoal::bind::front(m);
+  shoal::bind::predict(m);
 }

@@ -10,7 +10,7 @@
 
 namespace shoal::net {
 
-Front::Front(Options options) : options_(std::move(options)), lanes_(this, options_.lanes) {
+Front::Front(Options options) : options_(std::move(options)), lanes_(this, options_.lanes, options_.generation) {
   if (!options_.tls.certificate.empty()) tls_ = TlsContext::make(options_.tls);
   event_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (event_fd_ < 0) throw std::runtime_error("no descriptor is left");
@@ -59,6 +59,12 @@ void Front::close_listener(int fd) {  // of the first loop's thread, or when the
   remove_descriptor(fd);
   ::close(fd);
   listeners_.erase(std::find(listeners_.begin(), listeners_.end(), fd));
+}
+
+int64_t Front::calls() const {
+  int64_t all = 0;
+  for (const auto& loop : loops_) all += loop->calls();
+  return all;
 }
 
 int64_t Front::connections() const {
@@ -158,7 +164,12 @@ void Front::send(std::vector<std::pair<Loop*, Reply>> replies) {
     std::vector<Reply> own;
     for (auto& [to, reply] : replies)
       if (to == loop.get()) own.push_back(std::move(reply));
-    if (!own.empty()) loop->post(std::move(own));
+    if (own.empty()) continue;
+    if (loop.get() == Loop::current) {
+      loop->deliver(std::move(own));
+    } else {
+      loop->post(std::move(own));
+    }
   }
 }
 

@@ -36,6 +36,8 @@ class Front : public LaneOwner {
     std::vector<std::string> bearers;  // what an authorization header may be
     std::vector<std::string> names;    // of those who send them
     std::shared_ptr<Rates> rates;      // of callers; none: as many requests as they like
+    // Counted up by whoever changes which version of a model answers.
+    std::shared_ptr<const std::atomic<int64_t>> generation = std::make_shared<std::atomic<int64_t>>(0);
   };
   explicit Front(Options options);
   ~Front();
@@ -43,9 +45,9 @@ class Front : public LaneOwner {
   void add_method(std::string path, bool streams, bool batches);  // before start
   void listen(int fd);                                            // takes it over; before start
   void start();
-  void drain();                                    // no further connections; clients are told to ask elsewhere
-  void close();                                    // ends everything
-  int64_t calls() const { return calls_.load(); }  // that were taken and have no answer
+  void drain();           // no further connections; clients are told to ask elsewhere
+  void close();           // ends everything
+  int64_t calls() const;  // that were taken and have no answer
   int64_t connections() const;
 
   // For Python: a descriptor that is readable when there are events, and the events.
@@ -71,8 +73,6 @@ class Front : public LaneOwner {
   void add_descriptor(int fd);
   void remove_descriptor(int fd);
   void at_fork(Fork phase);
-
-  std::atomic<int64_t> calls_{0};
 
  private:
   const Options options_;

@@ -55,6 +55,26 @@ std::string percent_encoded(std::string_view text) {
   return out;
 }
 
+std::string percent_decoded(std::string_view text) {
+  auto digit = [](char each) {
+    if (each >= '0' && each <= '9') return each - '0';
+    const char upper = static_cast<char>(each & ~0x20);
+    return upper >= 'A' && upper <= 'F' ? upper - 'A' + 10 : -1;
+  };
+  std::string out;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const int high = text[i] == '%' && i + 2 < text.size() ? digit(text[i + 1]) : -1;
+    const int low = high >= 0 ? digit(text[i + 2]) : -1;
+    if (low < 0) {
+      out += text[i];
+    } else {
+      out += static_cast<char>(16 * high + low);
+      i += 2;
+    }
+  }
+  return out;
+}
+
 bool same_secret(std::string_view one, std::string_view other) {
   unsigned differ = one.size() != other.size();
   for (size_t i = 0; i < one.size(); ++i)

@@ -11,6 +11,7 @@ int64_t parse_timeout(std::string_view text);
 
 // A grpc-message: printable ASCII, the rest as %XX.
 std::string percent_encoded(std::string_view text);
+std::string percent_decoded(std::string_view text);
 
 // Compares all of it whatever it finds, so that the time it takes says nothing of the content.
 bool same_secret(std::string_view one, std::string_view other);

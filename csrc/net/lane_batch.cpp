@@ -30,14 +30,21 @@ std::vector<Named> tensors_of(std::string_view message) {
 
 }  // namespace
 
-Batch::Batch(Lanes* lanes, int64_t lane, std::vector<CallPtr> calls)
-    : lanes_(lanes), lane_(lane), begin_ns_(now_ns()), taken_(calls.size()), calls_(std::move(calls)) {
+Batch::Batch(Lanes* lanes, int64_t lane, std::vector<CallPtr> calls, std::shared_ptr<const Binding> binding,
+             LaneModel* holder)
+    : lanes_(lanes),
+      lane_(lane),
+      begin_ns_(now_ns()),
+      taken_(calls.size()),
+      binding_(std::move(binding)),
+      holder_(holder),
+      calls_(std::move(calls)) {
   done_.assign(calls_.size(), 0);
 }
 
 Batch::~Batch() {
   bounce(0, calls_.size());
-  lanes_->finished(lane_, taken_, now_ns() - begin_ns_);
+  lanes_->finished(*this, now_ns() - begin_ns_);
 }
 
 RawBatch Batch::read(const RequestReader& reader) {
@@ -101,6 +108,55 @@ bool Batch::plan() {
 void Batch::join_into(const std::vector<uint8_t*>& out) const {
   if (out.size() != inputs_.size()) throw std::invalid_argument("an address for each input is needed");
   for (size_t i = 0; i < out.size(); ++i) join(parts_[i], *value_kind(inputs_[i].dtype), joined_[i], out[i]);
+}
+
+void Batch::predict() {
+  try {
+    fits_ = try_predict();
+  } catch (const std::exception&) {  // Python says what is wrong with each
+    fits_ = false;
+  }
+}
+
+bool Batch::try_predict() {
+  const Predictor& predictor = *binding_->predictor;
+  const Predictor::Use use(predictor);
+  if (!use) return false;
+  thread_local Predictor::Results results;
+  if (const RequestReader* reader = predictor.parts().reader) {
+    const RawBatch made = read(*reader);
+    if (!made.total) return calls_.empty();  // each was given back, or has no rows
+    predictor.run(use, made, &results);
+  } else {
+    thread_local std::vector<std::vector<uint8_t>> values;
+    std::vector<std::vector<int64_t>> shapes;
+    if (!plan() || !join_for(predictor, &values, &shapes)) return false;
+    std::vector<const uint8_t*> tensors;
+    for (const auto& each : values) tensors.push_back(each.data());
+    predictor.run(use, tensors, shapes, inputs_[0].shape[0], &results);
+  }
+  answer(0, calls_.size(), binding_->spec, predictor.outputs_of(results, binding_->outputs));
+  return true;
+}
+
+bool Batch::join_for(const Predictor& predictor, std::vector<std::vector<uint8_t>>* values,
+                     std::vector<std::vector<int64_t>>* shapes) {
+  const std::vector<NamedInput>& wanted = predictor.parts().inputs;
+  if (wanted.size() != inputs_.size()) return false;
+  values->resize(wanted.size());
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    size_t at = 0;
+    while (at < inputs_.size() && inputs_[at].alias != wanted[i].alias) ++at;
+    if (at == inputs_.size()) return false;
+    const Input& given = inputs_[at];
+    if (given.dtype != wanted[i].dtype || given.shape.size() != wanted[i].shape.size() + 1) return false;
+    for (size_t k = 0; k < wanted[i].shape.size(); ++k)
+      if (wanted[i].shape[k] >= 0 && wanted[i].shape[k] != given.shape[k + 1]) return false;
+    (*values)[i].resize(static_cast<size_t>(joined_[at].bytes));
+    join(parts_[at], *value_kind(given.dtype), joined_[at], (*values)[i].data());
+    shapes->push_back(given.shape);
+  }
+  return true;
 }
 
 std::vector<std::array<int64_t, 4>> Batch::parts(int64_t max_rows) const {

@@ -1,6 +1,7 @@
 // Requests that ask alike wait together: each lane is one spelling of a model, its signature and the outputs wanted.
 #pragma once
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -14,7 +15,7 @@
 #include "net/call.h"
 #include "net/notes.h"
 #include "serving/batch.h"
-#include "serving/raw_requests.h"
+#include "serving/predictor.h"
 
 namespace shoal::net {
 
@@ -24,6 +25,31 @@ struct LaneLimits {
   int64_t max_bytes = 4 << 20;  // larger requests are Python's
   int64_t max_waiting = 1024;   // requests of one lane that may wait; more are refused
   int64_t window_ns = 950'000;  // that the first of a batch waits for others, when others are likely to come
+  int max_python = 4;           // batches that Python runs at a time
+  int cores = 1;                // that there are for batches
+};
+
+// How a lane is answered without Python, for as long as nothing changes which version its requests get.
+struct Binding {
+  std::shared_ptr<const Predictor> predictor;
+  std::string spec;             // of answers
+  std::vector<size_t> outputs;  // that are wanted, by their number; all where there is none
+  int64_t generation = 0;
+};
+
+// What was answered without Python: counts of requests by the time they took, and of batches by their size.
+struct LaneCounts {
+  static constexpr int kTimes = 160, kSizes = 24;
+  std::array<int64_t, kTimes> times{};             // from 2^(i/4) ns on
+  std::array<int64_t, kSizes> requests{}, rows{};  // from 2^i on
+  static int time_of(int64_t ns);
+  void add(const LaneCounts& other);
+};
+
+// The requests of a model that wait, in all of its lanes.
+struct LaneModel {
+  int64_t limit = -1;  // -1: as all
+  int64_t waiting = 0;
 };
 
 // Answers for those who wait, and the way back for those that a batch cannot answer.
@@ -40,13 +66,19 @@ class Lanes;
 // Requests of one lane that run together. Whatever has no answer when it goes is given back to Python.
 class Batch {
  public:
-  Batch(Lanes* lanes, int64_t lane, std::vector<CallPtr> calls);
+  // With a `holder` the requests still count as waiting.
+  Batch(Lanes* lanes, int64_t lane, std::vector<CallPtr> calls, std::shared_ptr<const Binding> binding = nullptr,
+        LaneModel* holder = nullptr);
   ~Batch();
   Batch(const Batch&) = delete;
   Batch& operator=(const Batch&) = delete;
 
   int64_t lane() const { return lane_; }
   size_t size() const { return calls_.size(); }
+  bool bound() const { return binding_ != nullptr; }
+
+  // Answers all requests of a lane that is bound, or gives them back to Python. Never throws.
+  void predict();
 
   // The inputs of a model of features. Requests that are not as they should be are given back.
   RawBatch read(const RequestReader& reader);
@@ -72,9 +104,17 @@ class Batch {
   const std::vector<double>& seconds() const { return seconds_; }
 
  private:
+  friend class Lanes;
+  bool try_predict();
+  bool join_for(const Predictor& predictor, std::vector<std::vector<uint8_t>>* values,
+                std::vector<std::vector<int64_t>>* shapes);
+
   Lanes* const lanes_;
   const int64_t lane_, begin_ns_;
   const size_t taken_;
+  const std::shared_ptr<const Binding> binding_;
+  LaneModel* const holder_;
+  bool fits_ = true;
   std::vector<CallPtr> calls_;
   std::vector<uint8_t> done_;
   std::vector<int64_t> rows_;
@@ -86,7 +126,9 @@ class Batch {
 
 class Lanes {
  public:
-  Lanes(LaneOwner* owner, LaneLimits limits) : owner_(owner), limits_(limits) {}
+  // `generation` is counted up by whoever changes which version requests get; bindings of others are not used.
+  Lanes(LaneOwner* owner, LaneLimits limits, std::shared_ptr<const std::atomic<int64_t>> generation)
+      : owner_(owner), limits_(limits), generation_(std::move(generation)) {}
 
   // The key of a request: its model spec and the names of the outputs it wants, as they were written. Empty for
   // requests that are unusual or broken.
@@ -97,26 +139,34 @@ class Lanes {
   void remove(int64_t lane);                                      // who waits there is given to Python
   void set_limit(const std::string& model, int64_t max_waiting);  // of one model
 
-  // Puts requests into their lanes. What is left: those without one, and those that are refused.
-  void offer(std::vector<CallPtr>& calls, std::vector<CallPtr>* others, std::vector<CallPtr>* refused);
+  // Answers the requests of a lane without Python from now on. False where the binding is of a former generation.
+  bool bind(int64_t lane, Binding binding);
 
-  // The next batch, or null after `timeout_ns` or when stopped.
+  // Puts requests into their lanes. What is left: those without one, those that are refused, and batches for the caller
+  // to run, at once: they take less time than to hand them over.
+  void offer(std::vector<CallPtr>& calls, std::vector<CallPtr>* others, std::vector<CallPtr>* refused,
+             std::vector<std::unique_ptr<Batch>>* now);
+
+  // Requests that are waiting to be answered without Python: somebody has left them for others.
+  bool has_left() const { return left_.load(std::memory_order_relaxed) > 0; }
+  // Some of them, as many as `offer` would have given; null where there are none.
+  std::unique_ptr<Batch> take_left();
+
+  // The next batch for Python, or null after `timeout_ns` or when stopped. Runs those that are not for Python itself.
   std::unique_ptr<Batch> next(int64_t timeout_ns);
   void stop();  // next() returns null from now on; who waits is given to Python
   int64_t waiting();
   int64_t refused() const { return refused_.load(); }
   LaneOwner* owner() { return owner_; }
-  void finished(int64_t lane, size_t requests, int64_t took_ns);
+  void finished(const Batch& batch, int64_t took_ns);
+  // (lane, counts) since the last call, of those that have any.
+  std::vector<std::pair<int64_t, LaneCounts>> take_counts();
 
  private:
-  struct Model {
-    int64_t limit = -1;  // -1: as all
-    int64_t waiting = 0;
-  };
   struct Lane {
     int64_t id;
     std::string key;
-    Model* model;
+    LaneModel* model;
     std::deque<CallPtr> queue;
     int running = 0;
     int64_t ready_ns = 0;      // when the first of the next batch has waited enough
@@ -126,17 +176,30 @@ class Lanes {
     int since_probe = 0;
     bool waited = false;
     double pace_ns = 0;  // of one request, lately
+    std::shared_ptr<const Binding> binding;
+    int unfit = 0;  // batches in a row that could not be answered by the binding
+    LaneCounts counts;
+    bool counted = false;
   };
+  const std::shared_ptr<const Binding>& binding_of(Lane* lane);
+  void unbind(Lane* lane);
+  void put(Lane* lane, const CallPtr& call, int64_t now, int* wanted);
+  std::unique_ptr<Batch> next_of_any(int64_t end);
+  std::unique_ptr<Batch> take(Lane* lane, double most_ns);
+  bool is_ready(const Lane& lane, int64_t now, int64_t* until) const;
   void schedule(Lane* lane, int64_t now);
   bool has_time(const Lane& lane, const Call& call, int64_t now) const;
 
   LaneOwner* const owner_;
   const LaneLimits limits_;
+  const std::shared_ptr<const std::atomic<int64_t>> generation_;
+  int python_running_ = 0, native_running_ = 0;
+  std::atomic<int64_t> left_{0};  // in the queues of lanes that are bound
   std::mutex mutex_;
   std::condition_variable ready_;
   std::unordered_map<std::string, std::unique_ptr<Lane>> lanes_;
   std::unordered_map<int64_t, Lane*> by_id_;
-  std::unordered_map<std::string, std::unique_ptr<Model>> models_;
+  std::unordered_map<std::string, std::unique_ptr<LaneModel>> models_;
   int64_t next_id_ = 1;
   bool stopped_ = false;
   std::atomic<int64_t> refused_{0};

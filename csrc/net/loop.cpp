@@ -95,6 +95,17 @@ void Loop::forget() {
   connections_.clear();
 }
 
+thread_local Loop* Loop::current = nullptr;
+
+void Loop::deliver(std::vector<Reply> replies) {
+  for (Reply& reply : replies) {
+    const auto found = connections_.find(reply.connection);
+    if (found == connections_.end()) continue;
+    found->second->reply(std::move(reply));
+    touch(found->second.get());
+  }
+}
+
 // --- from other threads --------------------------------------------------------------------------------------------
 
 void Loop::wake() {
@@ -145,6 +156,7 @@ void Loop::stop() {
 // --- the thread ----------------------------------------------------------------------------------------------------
 
 void Loop::run() {
+  current = this;
   for (;;) {
     try {
       turn();
@@ -166,7 +178,8 @@ void Loop::run() {
 void Loop::turn() {
   epoll_event events[128];
   const int64_t before = now_ns();
-  int64_t until = kSecond;
+  std::unique_ptr<Batch> left = front_->lanes().has_left() ? front_->lanes().take_left() : nullptr;
+  int64_t until = left ? 0 : kSecond;
   if (!timers_.empty()) until = std::min(until, std::max<int64_t>(0, std::get<0>(*timers_.begin()) - before));
   if (goodbye_ns_) until = std::min(until, std::max<int64_t>(0, goodbye_ns_ - before));
   const int count = epoll_wait(epoll_, events, 128, static_cast<int>((until + 999'999) / 1'000'000));
@@ -184,10 +197,19 @@ void Loop::turn() {
   }
   take_posts();
   run_timers();
+  if (left) {
+    left->predict();
+    left = nullptr;
+  }
   if (!batched_.empty()) {
     std::vector<CallPtr> others, refused;
-    front_->lanes().offer(batched_, &others, &refused);
+    std::vector<std::unique_ptr<Batch>> now;
+    front_->lanes().offer(batched_, &others, &refused, &now);
     batched_.clear();
+    for (auto& batch : now) {
+      batch->predict();
+      batch = nullptr;
+    }
     for (const CallPtr& call : others) front_->tell(Told::call, call);
     refuse(refused, "too many requests of this model are waiting; try again later or elsewhere");
   }
@@ -227,12 +249,7 @@ void Loop::take_posts() {
     draining_ = woken_ = false;
   }
   for (auto& [fd, address] : adopted) open(fd, std::move(address));
-  for (Reply& reply : replies) {
-    const auto found = connections_.find(reply.connection);
-    if (found == connections_.end()) continue;
-    found->second->reply(std::move(reply));
-    touch(found->second.get());
-  }
+  deliver(std::move(replies));
   if (draining) {
     for (int fd : listeners_) epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr), front_->close_listener(fd);
     listeners_.clear();
@@ -345,7 +362,9 @@ void Loop::close(Connection* connection) {
 
 const Method* Loop::method(std::string_view path) const { return front_->method(path); }
 
-void Loop::count(int change) { front_->calls_ += change; }
+void Loop::count(int change) {
+  calls_.store(calls_.load(std::memory_order_relaxed) + change, std::memory_order_relaxed);
+}
 
 void Loop::arrived(const CallPtr& call) {
   if (!front_->admits(*call)) {

@@ -30,8 +30,11 @@ class Loop : public CallSink {
   void join();
   void forget();  // in a forked child, which has no such thread
   size_t connections() const { return count_.load(std::memory_order_relaxed); }
+  int64_t calls() const { return calls_.load(std::memory_order_relaxed); }
 
   // Of its own thread.
+  static thread_local Loop* current;  // that of the calling thread, if it is one's
+  void deliver(std::vector<Reply> replies);
   const Method* method(std::string_view path) const override;
   void count(int change) override;
   void arrived(const CallPtr& call) override;
@@ -68,6 +71,7 @@ class Loop : public CallSink {
   int64_t checked_ns_ = 0, goodbye_ns_ = 0;
   std::vector<char> scratch_;
   std::atomic<size_t> count_{0};
+  std::atomic<int64_t> calls_{0};  // written by its own thread alone
 
   std::mutex mutex_;  // guards what other threads leave here
   std::vector<Reply> posted_;

@@ -155,6 +155,26 @@ void join(const std::vector<Part>& parts, const ValueKind& kind, const Joined& j
   }
 }
 
+// An entry of a map of tensors.
+static void write_tensor(Writer* writer, int field, const Output& output, int64_t begin, int64_t rows) {
+  const Sizes sizes(output, begin, rows);
+  writer->head(field, sizes.entry);
+  writer->field(1, output.alias);
+  writer->head(2, sizes.tensor);
+  writer->varint(8);
+  writer->varint(output.kind->dtype);
+  writer->head(2, sizes.dims);
+  write_dim(writer, rows);
+  for (int64_t length : output.tail) write_dim(writer, length);
+  if (!sizes.count) return;
+  writer->head(output.kind->list_field, sizes.values);
+  if (output.kind->varint) {
+    for (int64_t i = 0; i < sizes.count; ++i) writer->varint(value_at(*output.kind, sizes.first, i));
+  } else {
+    writer->bytes(sizes.first, sizes.values);
+  }
+}
+
 int64_t response_size(std::string_view spec, const std::vector<Output>& outputs, int64_t begin, int64_t rows) {
   int64_t size = field_size(2, static_cast<int64_t>(spec.size()));
   for (const Output& output : outputs) size += field_size(1, Sizes(output, begin, rows).entry);
@@ -164,25 +184,20 @@ int64_t response_size(std::string_view spec, const std::vector<Output>& outputs,
 void write_response(std::string_view spec, const std::vector<Output>& outputs, int64_t begin, int64_t rows,
                     uint8_t* out) {
   Writer writer(out);
-  for (const Output& output : outputs) {
-    const Sizes sizes(output, begin, rows);
-    writer.head(1, sizes.entry);
-    writer.field(1, output.alias);
-    writer.head(2, sizes.tensor);
-    writer.varint(8);
-    writer.varint(output.kind->dtype);
-    writer.head(2, sizes.dims);
-    write_dim(&writer, rows);
-    for (int64_t length : output.tail) write_dim(&writer, length);
-    if (!sizes.count) continue;
-    writer.head(output.kind->list_field, sizes.values);
-    if (output.kind->varint) {
-      for (int64_t i = 0; i < sizes.count; ++i) writer.varint(value_at(*output.kind, sizes.first, i));
-    } else {
-      writer.bytes(sizes.first, sizes.values);
-    }
-  }
+  for (const Output& output : outputs) write_tensor(&writer, 1, output, begin, rows);
   writer.field(2, spec);
+}
+
+std::string write_request(std::string_view spec, const std::vector<Output>& tensors, const std::vector<int64_t>& rows,
+                          std::string_view filters) {
+  int64_t size = field_size(1, static_cast<int64_t>(spec.size())) + static_cast<int64_t>(filters.size());
+  for (size_t i = 0; i < tensors.size(); ++i) size += field_size(2, Sizes(tensors[i], 0, rows[i]).entry);
+  std::string out(static_cast<size_t>(size), '\0');
+  Writer writer(reinterpret_cast<uint8_t*>(out.data()));
+  writer.field(1, spec);
+  for (size_t i = 0; i < tensors.size(); ++i) write_tensor(&writer, 2, tensors[i], 0, rows[i]);
+  writer.bytes(reinterpret_cast<const uint8_t*>(filters.data()), static_cast<int64_t>(filters.size()));
+  return out;
 }
 
 }  // namespace shoal

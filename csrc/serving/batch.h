@@ -1,6 +1,7 @@
 // Requests that run together: one tensor out of many messages, and many messages out of one tensor.
 #pragma once
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -45,5 +46,8 @@ struct Output {
 int64_t response_size(std::string_view spec, const std::vector<Output>& outputs, int64_t begin, int64_t rows);
 void write_response(std::string_view spec, const std::vector<Output>& outputs, int64_t begin, int64_t rows,
                     uint8_t* out);
+// A PredictRequest with these tensors, each with so many rows; `filters` are its serialised output filters.
+std::string write_request(std::string_view spec, const std::vector<Output>& tensors, const std::vector<int64_t>& rows,
+                          std::string_view filters);
 
 }  // namespace shoal

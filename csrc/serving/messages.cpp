@@ -86,24 +86,39 @@ void too_many_fields() { throw std::invalid_argument("a request has more than 13
 
 }  // namespace
 
+static MapEntry map_entry(const uint8_t* data, Span span) {
+  MapEntry entry{{span.begin, 0}, {span.begin, 0}};
+  Field field;
+  for (Reader reader(data, span); reader.next(&field);) {
+    if (field.wire != 2) continue;
+    if (field.number == 1) entry.key = field.span;
+    if (field.number == 2) entry.value = field.span;
+  }
+  return entry;
+}
+
 PredictParts predict_parts(const uint8_t* data, int64_t size) {
   PredictParts parts;
-  Field field, inner;
+  Field field;
   for (Reader reader(data, {0, size}); reader.next(&field);) {
     if (field.wire != 2) continue;
     if (parts.specs.size() + parts.filters.size() + parts.tensors.size() == kMaxFields) too_many_fields();
     if (field.number == 1) parts.specs.push_back(field.span);
     if (field.number == 3) parts.filters.push_back(field.span);
-    if (field.number != 2) continue;
-    MapEntry entry{{field.span.begin, 0}, {field.span.begin, 0}};
-    for (Reader map(data, field.span); map.next(&inner);) {
-      if (inner.wire != 2) continue;
-      if (inner.number == 1) entry.key = inner.span;
-      if (inner.number == 2) entry.value = inner.span;
-    }
-    parts.tensors.push_back(entry);
+    if (field.number == 2) parts.tensors.push_back(map_entry(data, field.span));
   }
   return parts;
+}
+
+std::vector<MapEntry> response_tensors(const uint8_t* data, int64_t size) {
+  std::vector<MapEntry> found;
+  Field field;
+  for (Reader reader(data, {0, size}); reader.next(&field);) {
+    if (field.wire != 2 || field.number != 1) continue;
+    if (found.size() == kMaxFields) too_many_fields();
+    found.push_back(map_entry(data, field.span));
+  }
+  return found;
 }
 
 TensorParts tensor_parts(const uint8_t* data, Span span) {

@@ -20,6 +20,8 @@ struct PredictParts {
   std::vector<Span> filters;      // field 3
 };
 PredictParts predict_parts(const uint8_t* data, int64_t size);
+// The tensors of a PredictResponse.
+std::vector<MapEntry> response_tensors(const uint8_t* data, int64_t size);
 
 struct TensorParts {
   int64_t dtype = 0;

@@ -15,7 +15,7 @@
 #include "check.h"
 #include "net/front.h"
 #include "net/grpc.h"
-#include "net/load.h"
+#include "net/client/load.h"
 #include "serving/varint.h"
 
 using namespace shoal;

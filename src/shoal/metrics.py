@@ -27,10 +27,10 @@ class Histogram:
         self.count = 0
         self.sum = 0.0
 
-    def add(self, value: float) -> None:
-        self.buckets[bisect.bisect_left(self.bounds, value)] += 1
-        self.count += 1
-        self.sum += value
+    def add(self, value: float, times: int = 1) -> None:
+        self.buckets[bisect.bisect_left(self.bounds, value)] += times
+        self.count += times
+        self.sum += times * value
 
     def cumulative(self) -> list[tuple[str, float]]:
         """(upper bound, values up to it), as Prometheus counts."""
@@ -57,7 +57,7 @@ class PrometheusSink:
     def __init__(self, registry: Any = None) -> None:
         self._registry = registry
         self._metrics: dict[str, tuple[Any, tuple[str, ...]]] = {}
-        self._writers: dict[tuple[str, str], Callable[[float], Any]] = {}
+        self._writers: dict[tuple[str, str], Callable[..., Any]] = {}
         self._lock = threading.Lock()
 
     def emit_counter(self, name: str, value: float, tags: str) -> None:
@@ -67,23 +67,27 @@ class PrometheusSink:
         kind, verb = ("Timer", "add") if name.endswith("_seconds") else ("Summary", "observe")
         self._metric(kind, name, tags, verb, value)
 
+    def emit_timers(self, name: str, value: float, tags: str, times: int) -> None:
+        """The same value several times, of a name that ends with ``_seconds``."""
+        self._metric("Timer", name, tags, "add", value, times)
+
     def emit_store(self, name: str, value: float, tags: str) -> None:
         self._metric("Gauge", name, tags, "set", value)
 
-    def _metric(self, kind: str, name: str, tags: str, verb: str, value: float) -> None:
+    def _metric(self, kind: str, name: str, tags: str, verb: str, *values: float) -> None:
         write = self._writers.get((name, tags))
         if write is None:
             write = self._writer(kind, name, tags, verb)
             if len(self._writers) < 10_000:
                 self._writers[name, tags] = write
-        write(value)
+        write(*values)
 
-    def _writer(self, kind: str, name: str, tags: str, verb: str) -> Callable[[float], Any]:
+    def _writer(self, kind: str, name: str, tags: str, verb: str) -> Callable[..., Any]:
         """What a measurement is written by; kept for the next one of the same name and tags."""
         try:
             import prometheus_client
         except ImportError:  # metrics are an extra
-            return lambda value: None
+            return lambda *values: None
         labels = dict(part.partition("=")[::2] for part in tags.split("|") if part)  # pyrefly: ignore
         labels = {re.sub(r"[^a-zA-Z0-9_]", "_", key): text for key, text in labels.items()}
         with self._lock:
@@ -98,7 +102,7 @@ class PrometheusSink:
                         metric = getattr(prometheus_client, kind)(plain, name, tuple(labels), registry=registry)
                 except ValueError as error:  # somebody else's metric; measuring must not fail what is measured
                     log.warning("metric %s is not kept: %s", name, error)
-                    return lambda value: None
+                    return lambda *values: None
                 self._metrics[name] = (metric, tuple(labels))
             metric, names = self._metrics[name]
         child = metric.labels(*(labels.get(key, "") for key in names)) if names or kind == "Timer" else metric
@@ -146,8 +150,14 @@ def emit_counter(name: str, value: float, tags: str = "") -> None:
     _sink.emit_counter(name, value, tags)
 
 
-def emit_timer(name: str, value: float, tags: str = "") -> None:
-    _sink.emit_timer(name, value, tags)
+def emit_timer(name: str, value: float, tags: str = "", times: int = 1) -> None:
+    """Measures ``value``, as often as ``times`` says; a sink with ``emit_timers`` hears of that in one call."""
+    many = getattr(_sink, "emit_timers", None) if times > 1 else None
+    if many is not None:
+        many(name, value, tags, times)
+        return
+    for _ in range(times):
+        _sink.emit_timer(name, value, tags)
 
 
 def emit_store(name: str, value: float, tags: str = "") -> None:

@@ -129,6 +129,11 @@ class TableBase(BudgetCalls, ABC):
             ) from None
         return self._native
 
+    @property
+    def native(self) -> _core.Table | None:
+        """The native table, for native code that reads rows while this one lives; None where rows are on a GPU."""
+        return self._native if self.device.type == "cpu" else None
+
     def staged(self) -> Any:
         """What has all rows in host memory, as ``_native``: this table, or a copy of one on a GPU."""
         return self

@@ -16,7 +16,7 @@ from shoal.table.pooling import pool
 from shoal.table.protocol import FIRSTN, MAX, MEAN, SQRTN, SUM
 
 CUSTOM = 5  # what the combiner itself does, in torch
-_KINDS = {"sum": SUM, "mean": MEAN, "sqrtn": SQRTN, "max": MAX, "firstn": FIRSTN}
+KINDS = {"sum": SUM, "mean": MEAN, "sqrtn": SQRTN, "max": MAX, "firstn": FIRSTN}
 _COMBINERS = {ReduceSum: SUM, ReduceMean: MEAN, FirstN: FIRSTN}
 
 
@@ -48,11 +48,11 @@ def _kind_of(who: str, combiner: Any) -> int:
             if isinstance(combiner, known) and type(combiner).combine is known.combine:
                 return kind
         return CUSTOM
-    if not isinstance(combiner, str) or combiner not in _KINDS:
+    if not isinstance(combiner, str) or combiner not in KINDS:
         raise ConfigError(
-            f"{who}: combiner must be one of {', '.join(map(repr, _KINDS))}, or a Combiner, got {combiner!r}"
+            f"{who}: combiner must be one of {', '.join(map(repr, KINDS))}, or a Combiner, got {combiner!r}"
         )
-    return _KINDS[combiner]
+    return KINDS[combiner]
 
 
 def combine(

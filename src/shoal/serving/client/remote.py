@@ -18,6 +18,7 @@ from shoal.metrics import emit_counter, emit_timer
 from shoal.observe import tracing
 from shoal.serving.client.addresses import address_table, route
 from shoal.serving.client.channels import Channels
+from shoal.serving.client.native_calls import NativeChannels, can_call
 from shoal.serving.predict import PREDICT, decode_response, encode_request, model_spec
 from shoal.serving.security import client_security
 from shoal.serving.status import Code, StatusError, from_rpc_error, invalid_argument, unavailable
@@ -66,20 +67,42 @@ class _TableChannels:
         self._lock = threading.Lock()
         self._table: Any = None
         self._security: Any = None
-        self._channels = Channels()
+        self._channels: Channels | NativeChannels | None = None
 
     def call(self, address: str, table: Any) -> Any:
         with self._lock:
-            if client_security() is not self._security:  # what channels show has changed
-                self._security = client_security()
+            return self._current(table).call(address, PREDICT)
+
+    def native(self, table: Any) -> NativeChannels | None:
+        """The native client, if calls are made by one."""
+        with self._lock:
+            channels = self._current(table)
+            return channels if isinstance(channels, NativeChannels) else None
+
+    def _current(self, table: Any) -> Channels | NativeChannels:
+        if self._channels is None or client_security() is not self._security:  # what channels show has changed
+            if self._channels is not None:
                 self._channels.close()
-            if table.addresses is not self._table:
-                self._table = table.addresses
-                self._channels.keep({each for group in self._table.values() for each in group})
-            return self._channels.call(address, PREDICT)
+            self._security = client_security()
+            self._channels = NativeChannels(self._security) if can_call(self._security) else Channels()
+        if table.addresses is not self._table:
+            self._table = table.addresses
+            self._channels.keep({each for group in self._table.values() for each in group})
+        return self._channels
 
 
 _channels = _TableChannels()
+
+
+def native_caller() -> NativeChannels | None:
+    """The native client of this process's remote calls; None where gRPC's library makes them."""
+    return _channels.native(address_table())
+
+
+def time_left(most: float) -> float:
+    """Seconds that a remote call may take: ``most``, or what the request that is being served has left."""
+    limit = _deadline.get()
+    return most if limit is None else max(0.0, min(most, limit - time.monotonic()))
 
 
 def remote_predict(

@@ -31,8 +31,9 @@ class SubGraphs:
     """
 
     def __init__(self, model_name: str, versions: Mapping[str, int | None], deadline_millis: float) -> None:
-        self._model, self._versions, self._deadline = model_name, dict(versions), deadline_millis
+        self.model_name, self._versions, self.deadline_millis = model_name, dict(versions), deadline_millis
         self._warned: set[str] = set()
+        self._routed: tuple[Any, list[tuple[bytes, list[str]]]] | None = None
 
     def call(
         self, name: str, signature: str, inputs: Mapping[str, Any], outputs: Sequence[str], types: Sequence[Any]
@@ -71,7 +72,7 @@ class SubGraphs:
             self._warned.add(name)
             log.warning(
                 "model %s: %s does not have version %s; its rows come by pushes and are used as they are",
-                self._model, name, version,
+                self.model_name, name, version,
             )  # fmt: skip
         return self._predict(name, signature, inputs, outputs, types, -1).result()[2]
 
@@ -80,10 +81,29 @@ class SubGraphs:
     ) -> RemotePredict:
         return RemotePredict(
             list(inputs), list(inputs.values()), outputs,
-            model_name=f"{self._model}:{name}", task=_task(name), old_model_name=name, model_version=version,
-            max_rpc_deadline_millis=self._deadline, signature_name=signature, output_types=types,
+            model_name=f"{self.model_name}:{name}", task=_task(name), old_model_name=name, model_version=version,
+            max_rpc_deadline_millis=self.deadline_millis, signature_name=signature, output_types=types,
             one_version=version >= 0,
         )  # fmt: skip
+
+    def routes(self, names: Sequence[str], signature: str) -> list[tuple[bytes, list[str]]] | None:
+        """(serialised model spec, addresses) of sub-graphs; None where one does not have the version that it should."""
+        if self._warned:
+            return None
+        table = address_table()
+        addresses = table.addresses
+        if self._routed is None or self._routed[0] is not addresses:
+            made = []
+            for name in names:
+                sent, key = route(table, f"{self.model_name}:{name}", _task(name), name)
+                spec = model_spec(sent, signature, self._versions.get(name))
+                made.append((spec.SerializeToString(), list(addresses.get(key) or ())))
+            self._routed = addresses, made
+        return self._routed[1]
+
+    def metadata(self, names: Sequence[str]) -> list[tuple[str, str]]:
+        """Of calls of these sub-graphs."""
+        return [(ONE_VERSION, "1")] if all(self._versions.get(name) is not None for name in names) else []
 
     def missing(self) -> str:
         """Why a prediction of this version cannot be made yet; "" when every replica that answers has its sub-graph."""
@@ -91,7 +111,7 @@ class SubGraphs:
         for name, version in self._versions.items():
             if version is None:
                 continue
-            sent, key = route(table, f"{self._model}:{name}", _task(name), name)
+            sent, key = route(table, f"{self.model_name}:{name}", _task(name), name)
             answers = {address: _has(address, sent, version) for address in table.addresses.get(key) or ()}
             if lacking := sorted(address for address, answer in answers.items() if answer is False):
                 return f"{name} at {', '.join(lacking)} does not have version {version}"

@@ -7,7 +7,7 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.serving.export.manifest import TensorSpec
-from shoal.serving.server.program import named_outputs
+from shoal.serving.server.net.exported import named_outputs
 from shoal.serving.server.servable import dtype_of
 
 BATCHES = (1, 2, 3, 7)

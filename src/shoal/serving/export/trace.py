@@ -11,7 +11,8 @@ from shoal.errors import ConfigError
 from shoal.serving.export.check import BATCHES, batches_of, check_same, is_row_wise, output_specs, run
 from shoal.serving.export.manifest import TensorSpec
 from shoal.serving.export.program_file import load_exported
-from shoal.serving.server.program import Feature, direct_call, input_sizes
+from shoal.serving.server.net.exported import direct_call, input_sizes
+from shoal.serving.server.program import Feature
 from shoal.serving.server.servable import dtype_of
 
 

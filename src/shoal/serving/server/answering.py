@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
-import torch
+import numpy as np
 
 from shoal.errors import DataError, ShoalError
 from shoal.metrics import SIZES, Histogram, emit_counter, emit_timer
@@ -26,6 +26,9 @@ from shoal.serving.server.servable import Tensors
 from shoal.serving.status import Code, StatusError, invalid_argument
 from shoal.serving.tensors import MAX_TENSOR_BYTES
 
+Counted = Sequence[tuple[float, int]]
+"""Values, and how many times each."""
+
 
 class Traffic:
     """How many requests of each kind came lately, and how they went."""
@@ -34,26 +37,48 @@ class Traffic:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._recent: deque[tuple[float, str, float, int]] = deque(maxlen=200_000)
-        self.total = 0
+        self._recent: deque[tuple[float, str, float, int, int]] = deque(maxlen=200_000)
+        self._total = 0
         self.failed = 0
         self.batch_requests, self.batch_rows = Histogram(SIZES), Histogram(SIZES)
         """Sizes of the batches that ran, a request that ran alone among them."""
         self.errors = RecentErrors()
+        self._watched: list[Callable[[], None]] = []
+
+    def watch(self, collect: Callable[[], None]) -> None:
+        """Has somebody who counts by itself add its counts when they are needed, by calling `collect`."""
+        self._watched.append(collect)
+
+    def collect(self) -> None:
+        """Adds what others have counted."""
+        for each in self._watched:
+            each()
+
+    @property
+    def total(self) -> int:
+        """Requests so far."""
+        self.collect()
+        return self._total
 
     def add_batch(self, requests: int, rows: int) -> None:
         """Requests that ran together."""
         self.batch_requests.add(requests)
         self.batch_rows.add(rows)
 
+    def add_batches(self, requests: Counted, rows: Counted) -> None:
+        """Batches by their number of requests, and by their number of rows."""
+        for histogram, sizes in ((self.batch_requests, requests), (self.batch_rows, rows)):
+            for size, times in sizes:
+                histogram.add(size, times)
+
     def add(self, model: str, signature: str, code: int, seconds: float, why: str = "") -> None:
         now = time.monotonic()
         if code:
             self.errors.note(why, where=f"{model} {signature}".strip() or "request", level="warning")
         with self._lock:
-            self.total += 1
+            self._total += 1
             self.failed += bool(code)
-            self._recent.append((now, f"{model} {signature}", seconds, code))
+            self._recent.append((now, f"{model} {signature}", seconds, code, 1))
         tags = f"model_name={model}|signature_name={signature}"
         emit_timer("shoal_serving_latency_seconds", seconds, tags)
         if code:
@@ -63,28 +88,42 @@ class Traffic:
         """Requests that were answered together."""
         now, key = time.monotonic(), f"{model} {signature}"
         with self._lock:
-            self.total += len(seconds)
-            self._recent.extend((now, key, each, 0) for each in seconds)
+            self._total += len(seconds)
+            self._recent.extend((now, key, each, 0, 1) for each in seconds)
         tags = f"model_name={model}|signature_name={signature}"
         for each in seconds:
             emit_timer("shoal_serving_latency_seconds", each, tags)
 
+    def add_counted(self, model: str, signature: str, times: Counted) -> None:
+        """Requests that were answered, by (seconds, how many)."""
+        now, key = time.monotonic(), f"{model} {signature}"
+        with self._lock:
+            self._total += sum(count for _, count in times)
+            self._recent.extend((now, key, seconds, 0, count) for seconds, count in times)
+        for seconds, count in times:
+            emit_timer(
+                "shoal_serving_latency_seconds", seconds, f"model_name={model}|signature_name={signature}", count
+            )
+
     def recent(self) -> dict[str, dict[str, float]]:
         """``"model signature"`` -> qps, p50_ms, p99_ms, errors over the last seconds."""
+        self.collect()
         horizon = time.monotonic() - self.window
         with self._lock:
             recent = [each for each in self._recent if each[0] >= horizon]
-        groups: dict[str, list[tuple[float, int]]] = {}
-        for _, key, seconds, code in recent:
-            groups.setdefault(key, []).append((seconds, code))
+        groups: dict[str, list[tuple[float, int, int]]] = {}
+        for _, key, seconds, code, count in recent:
+            groups.setdefault(key, []).append((seconds, code, count))
         result = {}
         for key, each in groups.items():
-            times = torch.tensor([seconds for seconds, _ in each], dtype=torch.float64, device="cpu")
+            times, codes, counts = (np.array(column) for column in zip(*sorted(each), strict=True))
+            before = counts.cumsum()
+            median, slow = (times[np.searchsorted(before, share * before[-1])] for share in (0.5, 0.99))
             result[key] = {
-                "qps": len(each) / self.window,
-                "p50_ms": float(times.quantile(0.5)) * 1e3 if len(times) < 1_000_000 else 0.0,
-                "p99_ms": float(times.quantile(0.99)) * 1e3 if len(times) < 1_000_000 else 0.0,
-                "errors": sum(1 for _, code in each if code),
+                "qps": float(before[-1]) / self.window,
+                "p50_ms": float(median) * 1e3,
+                "p99_ms": float(slow) * 1e3,
+                "errors": int(counts[codes != 0].sum()),
             }
         return result
 

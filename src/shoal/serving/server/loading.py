@@ -11,7 +11,7 @@ from shoal.proto.serving.tf_serving_pb2 import ModelConfig, ModelServerConfig
 from shoal.serving.export.whole import whole_versions
 from shoal.serving.server.hand_over import hand_over
 from shoal.serving.server.loader import load_servable
-from shoal.serving.server.models import AVAILABLE, Model, ServedModels, State, Version
+from shoal.serving.server.models import AVAILABLE, Model, ServedModels, State, Version, generation
 from shoal.serving.server.servable import Servable
 from shoal.serving.status import Code, StatusError, unavailable
 
@@ -103,6 +103,7 @@ def _load(model: Model, number: int, at_once: bool) -> None:
     with model.lock:
         version.servable, version.state, version.error = servable, State.AVAILABLE, None
         version.tries = 0
+    generation.next()
     log.info("model %s: version %d is available", model.name, number)
     audit.record("load", model=model.name, version=number, path=model.base / str(number))
 
@@ -120,6 +121,7 @@ def _wait(model: Model, version: Version, servable: Servable, reason: str) -> No
 def _unload(model: Model, version: Version, timeout: float = 60.0) -> None:
     with model.lock:
         version.state = State.UNLOADING
+        generation.next()
         model.lock.wait_for(lambda: version.users == 0, timeout)
         version.state = State.END
         servable, version.servable = version.servable, None
@@ -174,6 +176,7 @@ class LoadedModels(ServedModels):
                 else:
                     gone.append(known.replacement)
                     known.replacement = Model(each, self._model_root)
+        generation.next()
         for model in gone:
             if model is not None:
                 unload_all(model)
@@ -200,6 +203,7 @@ class LoadedModels(ServedModels):
                 continue  # it keeps answering
             with self._lock:
                 self._models[model.name] = follower
+            generation.next()
             unload_all(model)
 
 

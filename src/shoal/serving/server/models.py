@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal import _core
 from shoal.proto.serving.tensor_pb2 import SignatureDef
 from shoal.proto.serving.tf_serving_pb2 import (
     GetModelStatusResponse,
@@ -23,6 +24,9 @@ from shoal.serving.server.servable import Servable, Signature
 from shoal.serving.server.table_signatures import live_servable
 from shoal.serving.status import StatusError, invalid_argument, not_found, unavailable
 from shoal.serving.tensors import dtype_code
+
+generation = _core.Generation()
+"""Counts the changes, in this process, of which version answers a request. Native code asks Python anew after each."""
 
 State = ModelVersionStatus.State
 AVAILABLE = State.AVAILABLE  # looked up once: the enum's attributes are slow
@@ -134,6 +138,7 @@ class Model:
         with self.lock:
             fresh = Version(version, State.AVAILABLE, servable=servable)
             self.versions[version] = fresh
+        generation.next()
 
     def rows_are_pushed(self, polls: bool) -> bool:
         """Whether its rows are kept fresh by pushes and do not follow exports, which are looked for if ``polls``."""
@@ -168,6 +173,7 @@ class ServedModels:
         """Requests for ``name`` are answered by ``model_name``."""
         with self._lock:
             self._aliases[name] = model_name
+        generation.next()
 
     def model(self, name: str) -> Model:
         with self._lock:

@@ -22,6 +22,10 @@ class Fresh:
         self._ids, order = ids.sort()
         self._values = values[order]
 
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids, and their values ``[n, dim]``."""
+        return self._ids, self._values.contiguous()
+
     def onto(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Writes the fresh ones among ``rows``, which were looked up for ``ids``."""
         at = torch.searchsorted(self._ids, ids).clamp_(max=len(self._ids) - 1)
@@ -40,11 +44,17 @@ class Moment:
         self.readers: list[None] = []  # one entry for each that looks rows up now; appending and popping are atomic
 
 
+Follower = Callable[[Callable[..., Any] | None], Callable[[Mapping[tuple[str, int], Fresh]], None]]
+"""Is given the net (None = the one that there is), and gives what switches to it and to fresh rows."""
+
+
 class Moments:
     """The moment that batches begin in now."""
 
     def __init__(self, net: Callable[..., Any]) -> None:
         self._now = Moment(net, {})
+        self.followers: list[Follower] = []
+        """Are switched, too, before a switch returns: those who answer without the interpreter."""
 
     @property
     def net(self) -> Callable[..., Any]:
@@ -65,7 +75,10 @@ class Moments:
         Returns when no batch looks rows up in the moment before. One caller at a time.
         """
         before = self._now
+        switches = [prepare(net) for prepare in self.followers]
         self._now = Moment(before.net if net is None else net, fresh)
+        for switch in switches:
+            switch(fresh)
         end = time.monotonic() + WAIT_SECS
         while before.readers:
             if time.monotonic() > end:

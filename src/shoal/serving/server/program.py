@@ -1,23 +1,29 @@
 """The dense program of an entry or standalone export: look rows up, pool them, run the net."""
 
-import copy
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shoal.errors import ConfigError, DataError
+from shoal.serving.client.remote_rows import RemoteRows
 from shoal.serving.client.sub_graphs import SubGraphs
 from shoal.serving.export.manifest import SignatureSpec, inside
 from shoal.serving.export.program_file import load_exported
 from shoal.serving.server.moments import Fresh, Moments
+from shoal.serving.server.net.exported import direct_call, named_outputs
+from shoal.serving.server.net.native import NativeNet
+from shoal.serving.server.net.predictor import NativePredictor, ReadFeature, Source
+from shoal.serving.server.net.row_plan import NotNative
 from shoal.serving.server.servable import Signature, TableView, Tensors
 from shoal.serving.tensors import dtype_code, torch_dtype
 from shoal.table.pooling import pool_equal
 from shoal.table.protocol import MEAN, SUM
+
+log = logging.getLogger(__name__)
 
 COMBINERS = ("sum", "mean", "none")
 REMOTE_NET = "gpu_remote_call"
@@ -92,8 +98,11 @@ def remote_lookup(graphs: SubGraphs, num_ps: int, dims: Mapping[str, int]) -> Lo
     slots = sorted(dims)
     kinds = [torch.float32] * len(slots)
     nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+    native = RemoteRows(graphs, num_ps, dims)
 
     def lookup(wanted: dict[str, torch.Tensor], fresh: Fresher) -> dict[str, torch.Tensor]:
+        if (rows := native.lookup(wanted)) is not None:
+            return rows
         asked: dict[str, dict[str, torch.Tensor]] = {}
         found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for slot in slots:
@@ -177,142 +186,40 @@ class Program:
             return named_outputs(moment.net(**arguments), self._outputs)
 
 
-@dataclass(frozen=True, slots=True)
-class InputSize:
-    """What ``torch.export`` says about one dimension of an input."""
-
-    text: str
-    """A number, the name of a size that varies, or an expression."""
-    low: int
-    high: int | None
-
-    @property
-    def fixed(self) -> int | None:
-        return int(self.text) if self.text.isdecimal() else None
-
-    @property
-    def free(self) -> bool:
-        """Whether any size is good; torch writes a lower bound of 2 where it did not try 0 and 1."""
-        return self.text.isidentifier() and self.low <= 2 and self.high is None
-
-    @property
-    def limits(self) -> str:
-        if self.text.isdecimal():
-            return self.text
-        return self.text if not self.text.isidentifier() else f"{self.low} to {self.high or 'any'}"
+def native_predictor(
+    exported: torch.export.ExportedProgram, program: Program, spec: SignatureSpec, features: Mapping[str, Feature],
+    views: Mapping[str, TableView],
+) -> NativePredictor | None:  # fmt: skip
+    """Answers the program's requests without the interpreter; None where that cannot be done."""
+    try:
+        net = NativeNet(exported)
+        sources, read = {}, {}
+        for alias, feature in features.items():
+            sources[feature.slot] = source_of(feature.slot, views)
+            apart = feature.combiner == "none"
+            read[alias] = ReadFeature(
+                source=feature.slot, combiner=MEAN if feature.combiner == "mean" else SUM, padding=feature.padding,
+                length=net.sizes[alias][0] if apart else 1, apart=apart, input=alias,
+            )  # fmt: skip
+        made = NativePredictor(net, sources, read, list(spec.outputs), inputs=spec.inputs)
+    except NotNative as error:
+        log.info("batches go through Python, since %s", error)
+        return None
+    program.moments.followers.append(made.prepare)
+    return made
 
 
-def _keywords(exported: torch.export.ExportedProgram) -> dict[str, str]:
-    """name of each input in the graph -> the keyword that it was traced with."""
-    arguments = exported.call_spec.in_spec
-    names = arguments.children()[1].context if hasattr(arguments, "children") else arguments.children_specs[1].context  # pyrefly: ignore
-    return dict(zip(map(str, exported.graph_signature.user_inputs), names, strict=True))
-
-
-def input_sizes(exported: torch.export.ExportedProgram) -> dict[str, list[InputSize]]:
-    """keyword of each input of a program -> its sizes."""
-    ranges = {str(symbol): (str(each.lower), str(each.upper)) for symbol, each in exported.range_constraints.items()}
-    keywords = _keywords(exported)
-    found = {}
-    for node in exported.graph.nodes:
-        if node.op == "placeholder" and node.name in keywords:
-            texts = [str(size) for size in node.meta["val"].shape]
-            limits = [ranges.get(text, ("0", "")) for text in texts]  # an upper bound that is not a number is no bound
-            found[keywords[node.name]] = [
-                InputSize(text, int(low) if low.isdecimal() else 0, int(high) if high.isdecimal() else None)
-                for text, (low, high) in zip(texts, limits, strict=True)
-            ]
-    return found
-
-
-class ModuleNet:
-    """A program run the ordinary way, which checks its inputs. ``weights``: what its ``state_dict`` has."""
-
-    def __init__(self, exported: torch.export.ExportedProgram) -> None:
-        self._exported = exported
-        self._module = exported.module()
-        self.weights: Mapping[str, torch.Tensor] = exported.state_dict
-
-    def __call__(self, **inputs: torch.Tensor) -> Any:
-        return self._module(**inputs)
-
-    def with_weights(self, weights: Mapping[str, torch.Tensor]) -> "ModuleNet":
-        """The same program with all of its weights replaced; this one stays as it is."""
-        other = ModuleNet(self._exported)
-        unknown = other._module.load_state_dict(weights, strict=False, assign=True).unexpected_keys
-        if unknown:
-            raise DataError(f"the program's module has no weights {unknown}")
-        other.weights = dict(weights)
-        return other
-
-
-class DirectNet:
-    """A program called by its graph, its weights bound; ten times less overhead than `ModuleNet`."""
-
-    def __init__(self, exported: torch.export.ExportedProgram, places: list[tuple[str, bool]]) -> None:
-        self._exported, self._places = exported, places
-        self.weights: Mapping[str, torch.Tensor] = exported.state_dict
-        self._bind()
-
-    def _bind(self) -> None:
-        bound = {**self._exported.constants, **self.weights}
-        alias_of = _keywords(self._exported)
-        self._run, self._out = self._exported.graph_module.forward, self._exported.call_spec.out_spec
-        self._keys = list(self._out.context) if self._out is not None and self._out.type is dict else None
-        self._steps = [(alias_of[name], None) if given else (None, bound[name]) for name, given in self._places]
-
-    def __call__(self, **inputs: torch.Tensor) -> Any:
-        results = self._run(*[value if name is None else inputs[name] for name, value in self._steps])
-        keys = self._keys
-        if keys is not None and len(keys) == len(results):
-            return dict(zip(keys, results, strict=True))
-        return pytree.tree_unflatten(results, self._out)  # pyrefly: ignore
-
-    def with_weights(self, weights: Mapping[str, torch.Tensor]) -> "DirectNet":
-        """The same program with all of its weights replaced; this one stays as it is."""
-        other = copy.copy(self)
-        other.weights = dict(weights)
-        other._bind()
-        return other
-
-
-def direct_call(exported: torch.export.ExportedProgram) -> DirectNet | ModuleNet:
-    """The program as a call with keywords.
-
-    Programs that change buffers, take anything but tensors, or limit how their inputs' sizes vary, are run the ordinary
-    way, which checks them.
-    """
-    kinds = torch.export.graph_signature.InputKind
-    signature = exported.graph_signature
-    bound = {**exported.state_dict, **exported.constants}
-    places: list[tuple[str, bool]] = []
-    for spec in signature.input_specs:
-        if spec.kind == kinds.USER_INPUT:
-            name = getattr(spec.arg, "name", None)
-            if name is None:
-                return ModuleNet(exported)
-            places.append((name, True))
-        elif spec.kind in (kinds.PARAMETER, kinds.BUFFER, kinds.CONSTANT_TENSOR) and spec.target in bound:
-            places.append((str(spec.target), False))
-        else:
-            return ModuleNet(exported)
-    if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
-        return ModuleNet(exported)
-    every = input_sizes(exported).values()
-    lengths = [size.text for sizes in every for size in sizes[1:] if size.fixed is None]
-    limited = any(size.fixed is None and not size.free for sizes in every for size in sizes)
-    if limited or len(set(lengths)) < len(lengths):
-        return ModuleNet(exported)
-    return DirectNet(exported, places)
-
-
-def named_outputs(result: Any, names: list[str] | None = None) -> Tensors:
-    """A net's result as ``{alias: tensor}``; a single tensor is ``output``, a tuple takes ``names``."""
-    if isinstance(result, dict):
-        return result
-    if isinstance(result, tuple | list):
-        return dict(zip(names or [f"output_{i}" for i in range(len(result))], result, strict=True))
-    return {names[0] if names else "output": result}
+def source_of(slot: str, views: Mapping[str, TableView]) -> Source:
+    """The tables that have the rows of a slot."""
+    found = [
+        (view, view.sub_tables.index(view.slots[slot])) for view in views.values() if slot in view.slots
+    ]  # fmt: skip
+    tables = tuple(view.native(number) for view, number in found)
+    if None in tables or not tables:
+        raise NotNative(f"the rows of {slot!r} are not in native tables")
+    return Source(
+        places=tuple((view.name, number) for view, number in found), tables=tables, dim=found[0][0].dims[found[0][1]]
+    )
 
 
 def load_program(
@@ -339,11 +246,13 @@ def load_program(
     if net_elsewhere:
         versions["dense_0"] = manifest.version if "shard_version" in given else None
     graphs = SubGraphs(manifest.model_name, versions, deadline)
+    exported: Any = None
     if file is None:
         kinds = {alias: torch_dtype(dtype_code(each.dtype)) for alias, each in spec.outputs.items()}
         net = remote_net(graphs, kinds)
     else:
-        net = direct_call(load_exported(file))
+        exported = load_exported(file)
+        net = direct_call(exported)
     if remote:
         lookup = remote_lookup(graphs, num_ps, dims)
     else:
@@ -352,5 +261,8 @@ def load_program(
     # An entry waits for its shards: its requests run side by side instead of being joined.
     joined = not remote and bool(spec.row_wise)
     signature = SignatureSpec(dict(spec.inputs), dict(spec.outputs), spec.row_wise)
-    made = {name: Signature(signature, program, batch=joined, waits=remote, samples=True)}
+    native = None
+    if joined and file is not None:
+        native = native_predictor(exported, program, signature, features, views)
+    made = {name: Signature(signature, program, batch=joined, waits=remote, samples=True, native=native)}
     return made, graphs if remote else None, program

@@ -57,6 +57,10 @@ class TableView:
             view.slots = dict.fromkeys(self.slots, name)
         return view
 
+    def native(self, number: int) -> Any:
+        """The native table of a sub-table, None where its rows are elsewhere."""
+        return self._subs[number].native
+
     def rows(self) -> int:
         return sum(self.sub_rows())
 
@@ -139,6 +143,8 @@ class Signature:
     """alias -> the form that this replica prefers, which its metadata says."""
     tables: Sequence[tuple[str, int]] = ()
     """(name, dim) of the tables that it writes pushed rows to, in their order."""
+    native: Any = None
+    """The ``NativePredictor`` that answers it without the interpreter, if one can."""
 
     def check(self, where: str, inputs: Tensors) -> None:
         """Raises invalid argument where the inputs, given as tensors or as heads, are not those of the signature."""
@@ -246,4 +252,7 @@ class Servable:
 
     def close(self) -> None:
         """Frees what the version holds."""
+        for signature in self.signatures.values():
+            if signature.native is not None:
+                signature.native.close()
         self.signatures, self.tables, self.program = {}, {}, None

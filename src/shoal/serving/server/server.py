@@ -206,6 +206,14 @@ class ModelServer(LoadedModels):
             self._stopped.set()
 
     @property
+    def native_requests(self) -> int:
+        """Requests that were answered without the interpreter, of all so far."""
+        if self._lanes is None:
+            return 0
+        self._lanes.collect()
+        return self._lanes.native_requests
+
+    @property
     def stopping(self) -> bool:
         """Whether :meth:`stop` has been called."""
         return self._stop.is_set()
@@ -240,6 +248,7 @@ class ModelServer(LoadedModels):
         before = SERVING
         while True:
             await asyncio.sleep(READY_SECS)
+            self.traffic.collect()
             self.noting.collect()
             now = NOT_SERVING if self.admission.overloaded() else SERVING
             if now != before:

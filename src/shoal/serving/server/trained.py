@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +15,25 @@ from shoal import _core
 from shoal.data.raw import InputMaker, Inputs
 from shoal.errors import ConfigError, DataError, did_you_mean
 from shoal.nn.feature_rows import FeatureRows, Pooling
+from shoal.nn.read.combine import KINDS
 from shoal.serving.export.features import IDS, LENGTHS, OUTPUTS, ServedFeatures
 from shoal.serving.export.manifest import inside
 from shoal.serving.export.program_file import load_exported
 from shoal.serving.predict import PredictCall
 from shoal.serving.server.batching import Joinable
 from shoal.serving.server.moments import Fresh
-from shoal.serving.server.program import Program, direct_call
+from shoal.serving.server.net.exported import direct_call
+from shoal.serving.server.net.native import NativeNet
+from shoal.serving.server.net.predictor import NativePredictor, ReadFeature
+from shoal.serving.server.net.row_plan import NotNative, Op, PlanBuilder, Value
+from shoal.serving.server.program import Program, source_of
 from shoal.serving.server.servable import Signature, TableView, Tensors, dtype_of
 from shoal.serving.status import invalid_argument
 from shoal.serving.tensors import MAX_TENSOR_BYTES, TensorHead
 from shoal.table.config.optim import Sgd
 from shoal.table.table import HashTable
+
+log = logging.getLogger(__name__)
 
 BATCH = "inputs"
 """The name under which a batch has the inputs that were made."""
@@ -303,12 +311,46 @@ def load_trained(
             raise KeyError(*sorted(lost))
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{directory}: the manifest's program is broken: {error!r}") from None
+    exported = load_exported(file)
     program = TrainedProgram(
-        direct_call(load_exported(file)), (dense, rows), tables, features.pooling, ragged=makers[IDS].rules.listed,
+        direct_call(exported), (dense, rows), tables, features.pooling, ragged=makers[IDS].rules.listed,
         log_odds=features.schema.log_odds,
     )  # fmt: skip
-    signatures: dict[str, Signature] = {
+    signatures = {
         name: FeatureSignature(specs[name], program, batch=bool(specs[name].row_wise), samples=True, maker=maker)
         for name, maker in makers.items()
     }
-    return signatures, None, program
+    _add_native(exported, program, signatures, (dense, rows), features, views)
+    return dict(signatures), None, program
+
+
+def _add_native(
+    exported: torch.export.ExportedProgram, program: TrainedProgram, signatures: Mapping[str, FeatureSignature],
+    names: tuple[str, str], features: ServedFeatures, views: Mapping[str, TableView],
+) -> None:  # fmt: skip
+    """Has the signatures answered without the interpreter, if that can be done."""
+    log_odds = features.schema.log_odds
+
+    def finish(plan: PlanBuilder, found: list[Value]) -> list[Value]:
+        if len(found) != 1 or found[0].sizes:
+            raise NotNative("it does not give one logit per row")
+        logit = plan.map(Op.add, found[0], plan.number(log_odds)) if log_odds else found[0]
+        return [logit, plan.map(Op.sigmoid, logit)]
+
+    try:
+        net = NativeNet(exported, finish, OUTPUTS)
+        read, column = {}, 0
+        for name, one in features.pooling.items():
+            length = one.max_length if one.combiner == "firstn" else 1
+            read[name] = ReadFeature(
+                source=one.table, combiner=KINDS[one.combiner], length=length, input=names[1], column=column
+            )
+            column += length * one.dim
+        sources = {one.table: source_of(one.table, views) for one in features.pooling.values()}
+        for signature in signatures.values():
+            if signature.batch and signature.reader is not None:
+                native = NativePredictor(net, sources, read, OUTPUTS, reader=signature.reader, numbers=names[0])
+                signature.native = native
+                program.moments.followers.append(native.prepare)
+    except NotNative as error:
+        log.info("batches go through Python, since %s", error)

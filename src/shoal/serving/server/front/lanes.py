@@ -1,4 +1,8 @@
-"""Batches of the native front end: Python is called once for each, for the net and the rows that it looks up."""
+"""Batches of the native front end.
+
+A lane of requests whose net is native is bound to its predictor: it is answered without Python until another version
+takes over. For the others Python is called once per batch, for the net and the rows that it looks up.
+"""
 
 import atexit
 import logging
@@ -15,7 +19,7 @@ from shoal.proto.serving.tf_serving_pb2 import ModelSpec
 from shoal.serving.predict import PredictCall, plain_dtype, plain_outputs
 from shoal.serving.server.answering import Traffic
 from shoal.serving.server.batching import cut_rows, rows_match
-from shoal.serving.server.models import ServedModels, Version, find_signature
+from shoal.serving.server.models import ServedModels, Version, find_signature, generation
 from shoal.serving.server.servable import Signature, Tensors
 from shoal.serving.server.trained import BATCH, FeatureSignature, MadeInputs, made_inputs
 
@@ -47,7 +51,7 @@ class LaneRunners:
         front: where they come from.
         models: what there is. Each batch finds its version anew, as a request does.
         max_batch_rows: rows that are joined at most.
-        threads: batches that run at a time; 0 = as the machine has CPUs, at most four.
+        threads: batches that run at a time, at most four of them in Python; 0 = as many as there are CPUs.
 
     Whatever a batch cannot answer, for whatever reason, is answered by Python one by one, which says what is wrong.
     """
@@ -67,6 +71,9 @@ class LaneRunners:
         ]
         self.batches = 0
         self.requests = 0
+        self.native_requests = 0
+        """Of them, those that were answered without Python; known after `collect`."""
+        traffic.watch(self.collect)
 
     def spec_of(self, number: int) -> ModelSpec | None:
         """What the requests of a lane ask for."""
@@ -94,15 +101,38 @@ class LaneRunners:
         if len(self._refused) >= MAX_REFUSED:
             self._refused.clear()
         lane = Lane(key, call.spec, list(call.output_filter))
+        before = generation.number
         with self._models.use(call.spec) as version:
             signature = find_signature(version, lane.signature_name, call.spec.name)
             fits = signature.batch and not signature.push and not signature.waits
-        number = self._front.add_lane(key, self._models.model(call.spec.name).name) if fits else -1
-        if number < 0:
-            self._refused.add(key)
-            return
-        self._keys.add(key)
-        self._lanes[number] = lane
+            number = self._front.add_lane(key, self._models.model(call.spec.name).name) if fits else -1
+            if number < 0:
+                self._refused.add(key)
+                return
+            self._keys.add(key)
+            self._lanes[number] = lane
+            self._bind(number, lane, version, signature, before)
+
+    def _bind(self, number: int, lane: Lane, version: Version, signature: Signature, before: int) -> None:
+        """Has a lane answered natively from now on, if it can be; ``before``: the generation that the version is of."""
+        native = signature.native
+        if native is not None:
+            outputs = [native.outputs.index(alias) for alias in lane.output_filter]
+            resolved = version.resolved(lane.spec.name, lane.signature_name)
+            self._front.bind_lane(number, native.core, resolved, outputs, before)
+
+    def collect(self) -> None:
+        """Has the traffic know what was answered natively since."""
+        for number, times, requests, rows in self._front.take_counts():
+            lane = self._lanes.get(number)
+            if lane is None:
+                continue
+            self.batches += sum(count for _, count in requests)
+            answered = sum(count for _, count in times)
+            self.requests += answered
+            self.native_requests += answered
+            self._traffic.add_batches(requests, rows)
+            self._traffic.add_counted(lane.spec.name, lane.signature_name, [(ns * 1e-9, n) for ns, n in times])
 
     def _give_up(self, number: int, lane: Lane) -> None:
         self._refused.add(lane.key)
@@ -129,6 +159,7 @@ class LaneRunners:
         lane = self._lanes.get(batch.lane)
         if lane is None:  # it is being made, or given up
             return
+        before = generation.number
         with self._models.use(lane.spec) as version:
             where = f"model {lane.spec.name!r} version {version.number}"
             signature = find_signature(version, lane.signature_name, where)
@@ -148,6 +179,7 @@ class LaneRunners:
             for first, count, begin, rows in parts:
                 own = inputs if len(parts) == 1 else cut_rows(inputs, begin, rows)
                 self._run_part(batch, lane, version, signature, own, resolved, (first, count, rows))
+            self._bind(batch.lane, lane, version, signature, before)
         self.requests += len(batch)
         self._traffic.add_many(lane.spec.name, lane.signature_name, batch.seconds)
 
@@ -206,4 +238,4 @@ atexit.register(_stop_all)
 
 def runner_threads() -> int:
     """As many batches as run well at a time on this machine."""
-    return max(1, min(4, len(os.sched_getaffinity(0))))
+    return max(1, min(64, len(os.sched_getaffinity(0))))

@@ -15,6 +15,7 @@ from shoal.errors import ConfigError
 from shoal.serving.security import ServerSecurity
 from shoal.serving.server.front.calls import Context, Refused, unpacked
 from shoal.serving.server.front.listening import open_sockets, remove_unix
+from shoal.serving.server.models import generation
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class NativeServer(grpc.aio.Server):
         threads = threads or max(1, min(16, len(os.sched_getaffinity(0))))
         self.front = _core.Front(
             threads, max_message_bytes, max_waiting, *files, security.authenticates, tokens, list(security.tokens),
-            rates,
+            rates, generation,
         )  # fmt: skip
         self._security, self._max_message_bytes, self._batches = security, max_message_bytes, frozenset(batches)
         self._handlers: dict[str, Any] = {}

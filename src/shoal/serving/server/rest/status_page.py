@@ -164,6 +164,7 @@ class ShownServer(Shown):
         )  # fmt: skip
 
     def metrics(self) -> bytes:
+        self._server.traffic.collect()
         return process_metrics() + render(_families(self._server))
 
 

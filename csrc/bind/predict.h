@@ -1,0 +1,25 @@
+// What Python holds of a native predictor. Native threads share what is inside: it goes when the last of them lets go
+// of it, without the interpreter.
+#pragma once
+#include <atomic>
+#include <memory>
+
+#include "serving/predictor.h"
+
+namespace shoal::bind {
+
+struct PlanHandle {
+  std::shared_ptr<const RowPlan> plan;
+};
+struct NetHandle {
+  std::shared_ptr<const RowNet> net;
+};
+struct PredictorHandle {
+  std::shared_ptr<Predictor> predictor;
+};
+// Counts the changes of which version answers.
+struct Generation {
+  std::shared_ptr<std::atomic<int64_t>> number = std::make_shared<std::atomic<int64_t>>(0);
+};
+
+}  // namespace shoal::bind

@@ -1,0 +1,549 @@
+#include "net/client/caller.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <nghttp2/nghttp2.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+
+#include "net/grpc.h"
+
+namespace shoal::net {
+namespace {
+
+constexpr int64_t kSecond = 1'000'000'000;
+constexpr int64_t kConnect = 5 * kSecond;
+constexpr uint32_t kWindow = 16 << 20;
+constexpr size_t kOut = 256 << 10;
+
+nghttp2_nv header(std::string_view name, std::string_view value) {
+  return {reinterpret_cast<uint8_t*>(const_cast<char*>(name.data())),
+          reinterpret_cast<uint8_t*>(const_cast<char*>(value.data())), name.size(), value.size(), NGHTTP2_NV_FLAG_NONE};
+}
+
+int status_of_http(std::string_view status) {  // as gRPC maps what a proxy may answer
+  if (status == "401") return 16;
+  if (status == "403") return 7;
+  if (status == "404") return kUnimplemented;
+  return status == "429" || status.starts_with("5") ? kUnavailable : 2;
+}
+
+}  // namespace
+
+void Outgoing::wait() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return ended_; });
+}
+
+// A connection, and the calls that are open on it.
+struct Outgoing::Link {
+  Link(Caller* caller, std::string address) : caller(caller), address(std::move(address)) {}
+  ~Link() {
+    if (session) nghttp2_session_del(session);
+    if (fd >= 0) ::close(fd);
+  }
+  Caller* const caller;
+  const std::string address;
+  int fd = -1;
+  nghttp2_session* session = nullptr;
+  std::unordered_map<int32_t, OutgoingPtr> open;
+  std::string out;
+  size_t out_at = 0;
+  bool connected = false, leaving = false, waits_to_write = true;
+  std::string broken;  // why it is over
+  int64_t since_ns = now_ns();
+
+  static Outgoing* call(nghttp2_session* session, int32_t id) {
+    return static_cast<Outgoing*>(nghttp2_session_get_stream_user_data(session, id));
+  }
+  static int on_header(nghttp2_session* session, const nghttp2_frame* frame, const uint8_t* name, size_t name_size,
+                       const uint8_t* value, size_t value_size, uint8_t, void*) {
+    Outgoing* mine = call(session, frame->hd.stream_id);
+    if (!mine) return 0;
+    const std::string_view key(reinterpret_cast<const char*>(name), name_size);
+    const std::string_view text(reinterpret_cast<const char*>(value), value_size);
+    try {
+      if (key == ":status" && text != "200") {
+        mine->status = status_of_http(text);
+        mine->details = "the server answered with HTTP status " + std::string(text);
+      } else if (key == "grpc-status") {
+        mine->status = std::atoi(std::string(text).c_str());
+      } else if (key == "grpc-message") {
+        mine->details = percent_decoded(text);
+      } else if (!key.empty() && key[0] != ':' && key != "content-type" && !key.starts_with("grpc-")) {
+        mine->metadata.emplace_back(key, text);
+      }
+    } catch (const std::bad_alloc&) {
+      return NGHTTP2_ERR_CALLBACK_FAILURE;
+    }
+    return 0;
+  }
+  static int data_chunk(nghttp2_session* session, uint8_t, int32_t id, const uint8_t* data, size_t size, void* user) {
+    Outgoing* mine = call(session, id);
+    if (!mine) return 0;
+    if (static_cast<int64_t>(mine->message.size() + size) > static_cast<Link*>(user)->caller->max_message_) {
+      mine->status = kResourceExhausted;
+      mine->details =
+          "the answer is larger than " + std::to_string(static_cast<Link*>(user)->caller->max_message_) + " bytes";
+      nghttp2_submit_rst_stream(session, NGHTTP2_FLAG_NONE, id, NGHTTP2_CANCEL);
+      return 0;
+    }
+    try {
+      mine->message.append(reinterpret_cast<const char*>(data), size);
+    } catch (const std::bad_alloc&) {
+      return NGHTTP2_ERR_CALLBACK_FAILURE;
+    }
+    return 0;
+  }
+  static int stream_close(nghttp2_session*, int32_t id, uint32_t code, void* user) {
+    auto* link = static_cast<Link*>(user);
+    const auto found = link->open.find(id);
+    if (found == link->open.end()) return 0;
+    const OutgoingPtr call = found->second;
+    link->open.erase(found);
+    link->caller->finish(call, code);
+    return 0;
+  }
+  static int frame_recv(nghttp2_session*, const nghttp2_frame* frame, void* user) {
+    if (frame->hd.type == NGHTTP2_GOAWAY) static_cast<Link*>(user)->leaving = true;
+    return 0;
+  }
+  static ssize_t read_body(nghttp2_session*, int32_t, uint8_t* into, size_t size, uint32_t* flags,
+                           nghttp2_data_source* source, void*) {
+    auto* mine = static_cast<Outgoing*>(source->ptr);
+    const size_t count = std::min(size, mine->body_.size() - mine->body_at_);
+    std::memcpy(into, mine->body_.data() + mine->body_at_, count);
+    mine->body_at_ += count;
+    if (mine->body_at_ == mine->body_.size()) *flags |= NGHTTP2_DATA_FLAG_EOF;
+    return static_cast<ssize_t>(count);
+  }
+  static nghttp2_session_callbacks* callbacks() {
+    static nghttp2_session_callbacks* made = [] {
+      nghttp2_session_callbacks* one;
+      if (nghttp2_session_callbacks_new(&one)) throw std::bad_alloc();
+      nghttp2_session_callbacks_set_on_header_callback(one, on_header);
+      nghttp2_session_callbacks_set_on_data_chunk_recv_callback(one, data_chunk);
+      nghttp2_session_callbacks_set_on_stream_close_callback(one, stream_close);
+      nghttp2_session_callbacks_set_on_frame_recv_callback(one, frame_recv);
+      return one;
+    }();
+    return made;
+  }
+};
+
+Caller::Caller(int64_t max_message) : max_message_(max_message + static_cast<int64_t>(kPrefix)) {
+  epoll_ = epoll_create1(EPOLL_CLOEXEC);
+  wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (epoll_ < 0 || wake_ < 0) throw std::runtime_error(std::string("epoll: ") + std::strerror(errno));
+  epoll_event event{EPOLLIN, {.ptr = nullptr}};
+  epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event);
+  thread_ = new std::thread([this] { run(); });
+  pthread_setname_np(thread_->native_handle(), "shoal-caller");
+}
+
+Caller::~Caller() {
+  if (forked_) {  // the thread and its connections are the parent's
+    for (auto& [address, link] : links_) (void)link.release();
+    for (auto& link : leaving_) (void)link.release();
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake();
+  thread_->join();
+  delete thread_;
+  ::close(wake_);
+  ::close(epoll_);
+}
+
+// --- of any thread ---------------------------------------------------------------------------------------------------
+
+void Caller::wake() {
+  const uint64_t one = 1;
+  (void)!::write(wake_, &one, sizeof one);
+}
+
+Caller::Resolved Caller::resolve(const std::string& address, std::string* why) {
+  if (address.starts_with("unix:")) {
+    sockaddr_un local{};
+    local.sun_family = AF_UNIX;
+    const std::string path = address.substr(address.starts_with("unix://") ? 7 : 5);
+    if (path.size() >= sizeof local.sun_path) {
+      *why = "its path is too long";
+      return {};
+    }
+    std::copy(path.begin(), path.end(), local.sun_path);
+    const auto* bytes = reinterpret_cast<const char*>(&local);
+    return {bytes, bytes + sizeof local};
+  }
+  const size_t colon = address.rfind(':');
+  std::string host = colon == std::string::npos ? address : address.substr(0, colon);
+  if (host.size() > 1 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);
+  if (const int failed = getaddrinfo(host.c_str(), port.c_str(), &hints, &found)) {
+    *why = gai_strerror(failed);
+    return {};
+  }
+  const auto* bytes = reinterpret_cast<const char*>(found->ai_addr);
+  Resolved made(bytes, bytes + found->ai_addrlen);
+  freeaddrinfo(found);
+  return made;
+}
+
+OutgoingPtr Caller::start(Request request, double timeout_s) {
+  std::vector<Request> one;
+  one.push_back(std::move(request));
+  return start_all(std::move(one), timeout_s)[0];
+}
+
+std::vector<OutgoingPtr> Caller::start_all(std::vector<Request> requests, double timeout_s) {
+  const int64_t deadline = now_ns() + static_cast<int64_t>(std::clamp(timeout_s, 0.0, 1e9) * 1e9);
+  std::vector<OutgoingPtr> calls;
+  for (Request& request : requests) {
+    auto call = std::make_shared<Outgoing>();
+    call->address_ = std::move(request.address);
+    call->path_ = std::move(request.path);
+    call->body_ = framed(request.message.size());
+    std::copy(request.message.begin(), request.message.end(), call->body_.begin() + kPrefix);
+    call->sent_ = std::move(request.metadata);
+    call->deadline_ns_ = deadline;
+    std::string why;
+    if (forked_) {
+      end(call, kUnavailable, "the client was made before a fork");
+    } else if (!known(call->address_, &why)) {
+      end(call, kUnavailable, "the name of " + call->address_ + " cannot be resolved: " + why);
+    }
+    calls.push_back(std::move(call));
+  }
+  if (forked_) return calls;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const OutgoingPtr& call : calls)
+      if (!call->ended_) started_.push_back(call);
+  }
+  wake();
+  return calls;
+}
+
+bool Caller::known(const std::string& address, std::string* why) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (resolved_.contains(address)) return true;
+  }
+  Resolved found = resolve(address, why);  // without the lock: it may take long
+  if (found.empty()) return false;
+  const std::lock_guard lock(mutex_);
+  resolved_.emplace(address, std::move(found));
+  return true;
+}
+
+void Caller::cancel(const OutgoingPtr& call) {
+  if (forked_) return;
+  {
+    const std::lock_guard lock(mutex_);
+    cancelled_.push_back(call);
+  }
+  wake();
+}
+
+void Caller::keep(const std::vector<std::string>& addresses) {
+  if (forked_) return;
+  {
+    const std::lock_guard lock(mutex_);
+    kept_.push_back(addresses);
+  }
+  wake();
+}
+
+// A child has no such thread: it closes its copies of the descriptors, and every call ends at once.
+void Caller::at_fork(Fork phase) {
+  if (phase == Fork::prepare) {
+    mutex_.lock();
+    return;
+  }
+  if (phase == Fork::child) {
+    forked_ = true;
+    ::close(wake_);
+    ::close(epoll_);
+  }
+  mutex_.unlock();
+}
+
+void Caller::end(const OutgoingPtr& call, int status, std::string details) {
+  {
+    const std::lock_guard lock(call->mutex_);
+    if (call->ended_) return;
+    call->ended_ = true;
+    call->status = status;
+    call->details = std::move(details);
+  }
+  call->changed_.notify_all();
+}
+
+// --- the thread ------------------------------------------------------------------------------------------------------
+
+void Caller::run() {
+  for (;;) {
+    turn();
+    const std::lock_guard lock(mutex_);
+    if (stopping_) break;
+  }
+  while (!links_.empty()) fail(links_.begin()->second.get(), kCancelled, "the client was closed");
+  while (!leaving_.empty()) fail(leaving_.back().get(), kCancelled, "the client was closed");
+  const std::lock_guard lock(mutex_);
+  for (const OutgoingPtr& call : started_) end(call, kCancelled, "the client was closed");
+}
+
+void Caller::turn() {
+  int64_t until = kSecond;
+  if (!deadlines_.empty()) until = std::clamp<int64_t>(deadlines_.begin()->first - now_ns(), 0, until);
+  epoll_event events[64];
+  const int count = epoll_wait(epoll_, events, 64, static_cast<int>((until + 999'999) / 1'000'000));
+  for (int i = 0; i < count; ++i) {
+    auto* link = static_cast<Link*>(events[i].data.ptr);
+    if (!link) {
+      uint64_t drained;
+      (void)!::read(wake_, &drained, sizeof drained);
+      continue;
+    }
+    receive(link, events[i].events);
+  }
+  std::vector<OutgoingPtr> started, cancelled;
+  std::vector<std::vector<std::string>> kept;
+  {
+    const std::lock_guard lock(mutex_);
+    started.swap(started_);
+    cancelled.swap(cancelled_);
+    kept.swap(kept_);
+  }
+  for (const auto& addresses : kept) {
+    std::vector<Link*> gone;
+    for (auto& [address, link] : links_)
+      if (std::find(addresses.begin(), addresses.end(), address) == addresses.end()) gone.push_back(link.get());
+    for (Link* link : gone) fail(link, kCancelled, "the connection was closed");
+  }
+  for (const OutgoingPtr& call : started) begin(call);
+  for (const OutgoingPtr& call : cancelled) expire(call, kCancelled, "the call was cancelled");
+  for (const int64_t now = now_ns(); !deadlines_.empty() && deadlines_.begin()->first <= now;) {
+    const OutgoingPtr call = deadlines_.begin()->second;
+    deadlines_.erase(deadlines_.begin());
+    expire(call, kDeadlineExceeded, "Deadline Exceeded");
+  }
+  std::vector<Link*> all;
+  for (auto& [address, link] : links_) all.push_back(link.get());
+  for (auto& link : leaving_) all.push_back(link.get());
+  for (Link* link : all) settle(link);
+}
+
+void Caller::expire(const OutgoingPtr& call, int status, const std::string& why) {
+  if (Link* link = call->link_) {
+    nghttp2_submit_rst_stream(link->session, NGHTTP2_FLAG_NONE, call->stream_, NGHTTP2_CANCEL);
+    nghttp2_session_set_stream_user_data(link->session, call->stream_, nullptr);
+    call->link_ = nullptr;  // it stays among the open ones until the session has done with its body
+  }
+  forget(call);
+  end(call, status, why);
+}
+
+void Caller::forget(const OutgoingPtr& call) {
+  for (auto [at, last] = deadlines_.equal_range(call->deadline_ns_); at != last; ++at) {
+    if (at->second != call) continue;
+    deadlines_.erase(at);
+    return;
+  }
+}
+
+Caller::Link* Caller::link_to(const std::string& address, std::string* why) {
+  const auto found = links_.find(address);
+  if (found != links_.end()) {
+    if (!found->second->leaving) return found->second.get();
+    leaving_.push_back(std::move(found->second));
+    links_.erase(found);
+  }
+  Resolved where;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto known = resolved_.find(address);
+    if (known != resolved_.end()) where = known->second;
+  }
+  if (where.empty()) {
+    *why = "its name is not known any more";
+    return nullptr;
+  }
+  const auto* name = reinterpret_cast<const sockaddr*>(where.data());
+  auto link = std::make_unique<Link>(this, address);
+  link->fd = ::socket(name->sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (link->fd < 0 || (::connect(link->fd, name, static_cast<socklen_t>(where.size())) && errno != EINPROGRESS)) {
+    *why = std::strerror(errno);
+    return nullptr;
+  }
+  const int on = 1, taken_ms = 20'000;
+  setsockopt(link->fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  setsockopt(link->fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  setsockopt(link->fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &taken_ms, sizeof taken_ms);
+  if (nghttp2_session_client_new(&link->session, Link::callbacks(), link.get())) {
+    *why = "no memory is left";
+    return nullptr;
+  }
+  const nghttp2_settings_entry settings[] = {{NGHTTP2_SETTINGS_ENABLE_PUSH, 0},
+                                             {NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE, kWindow}};
+  nghttp2_submit_settings(link->session, NGHTTP2_FLAG_NONE, settings, 2);
+  nghttp2_session_set_local_window_size(link->session, NGHTTP2_FLAG_NONE, 0, 4 * kWindow);
+  epoll_event event{EPOLLIN | EPOLLOUT, {.ptr = link.get()}};
+  epoll_ctl(epoll_, EPOLL_CTL_ADD, link->fd, &event);
+  return (links_[address] = std::move(link)).get();
+}
+
+void Caller::begin(const OutgoingPtr& call) {
+  const int64_t left = call->deadline_ns_ - now_ns();
+  if (left <= 0) return end(call, kDeadlineExceeded, "Deadline Exceeded");
+  std::string why;
+  Link* link = link_to(call->address_, &why);
+  if (!link) return end(call, kUnavailable, "failed to connect to " + call->address_ + ": " + why);
+  const std::string timeout = std::to_string(std::min<int64_t>(99'999'999, left / 1000 + 1)) + "u";
+  std::vector<nghttp2_nv> headers{header(":method", "POST"),      header(":scheme", "http"),
+                                  header(":path", call->path_),   header(":authority", call->address_),
+                                  header("te", "trailers"),       header("content-type", "application/grpc"),
+                                  header("grpc-timeout", timeout)};
+  for (const auto& [key, value] : call->sent_) headers.push_back(header(key, value));
+  nghttp2_data_provider provider;
+  provider.source.ptr = call.get();
+  provider.read_callback = Link::read_body;
+  const int32_t id =
+      nghttp2_submit_request(link->session, nullptr, headers.data(), headers.size(), &provider, call.get());
+  if (id < 0) {
+    link->leaving = true;  // it has had all the calls that a connection can have
+    return end(call, kUnavailable, "the connection to " + call->address_ + " takes no further calls");
+  }
+  link->open[id] = call;
+  call->link_ = link;
+  call->stream_ = id;
+  deadlines_.emplace(call->deadline_ns_, call);
+}
+
+// A call whose stream has ended.
+void Caller::finish(const OutgoingPtr& call, uint32_t code) {
+  if (!call->link_) return;  // nobody waits for it any more
+  call->link_ = nullptr;
+  forget(call);
+  std::string& got = call->message;
+  if (call->status < 0) {
+    const bool refused = code == NGHTTP2_REFUSED_STREAM || code == NGHTTP2_NO_ERROR;
+    return end(call,
+               refused                  ? kUnavailable
+               : code == NGHTTP2_CANCEL ? kCancelled
+                                        : kInternal,
+               "the call at " + call->address_ + " ended without a status (" + nghttp2_http2_strerror(code) + ")");
+  }
+  if (call->status) return end(call, call->status, std::move(call->details));
+  size_t size = 0;
+  for (size_t i = 1; i < kPrefix && got.size() >= kPrefix; ++i) size = size << 8 | static_cast<uint8_t>(got[i]);
+  if (got.size() < kPrefix || got[0] != 0 || got.size() != kPrefix + size)
+    return end(call, kInternal, "the answer of " + call->address_ + " is not one plain message");
+  got.erase(0, kPrefix);
+  end(call, kOk, {});
+}
+
+void Caller::receive(Link* link, uint32_t events) {
+  if (!link->connected && events & (EPOLLOUT | EPOLLERR | EPOLLHUP)) {
+    int error = 0;
+    socklen_t size = sizeof error;
+    getsockopt(link->fd, SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error) {
+      link->broken = std::strerror(error);
+      return;
+    }
+    link->connected = true;
+  }
+  if (!(events & (EPOLLIN | EPOLLERR | EPOLLHUP))) return;
+  for (;;) {
+    const ssize_t got = ::recv(link->fd, scratch_.data(), scratch_.size(), MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
+    if (got <= 0) {
+      link->broken = got ? std::strerror(errno) : "the server has closed the connection";
+      return;
+    }
+    if (nghttp2_session_mem_recv(link->session, reinterpret_cast<uint8_t*>(scratch_.data()), static_cast<size_t>(got)) <
+        0) {
+      link->broken = "the server does not speak HTTP/2";
+      return;
+    }
+    if (static_cast<size_t>(got) < scratch_.size()) return;
+  }
+}
+
+// Writes what is to be written; ends a connection that is over.
+void Caller::settle(Link* link) {
+  if (!link->connected && link->broken.empty() && now_ns() - link->since_ns > kConnect)
+    link->broken = "it took more than 5 s";
+  while (link->connected && link->broken.empty()) {
+    while (link->out.size() - link->out_at < kOut) {
+      const uint8_t* data;
+      const ssize_t count = nghttp2_session_mem_send(link->session, &data);
+      if (count <= 0) break;
+      link->out.append(reinterpret_cast<const char*>(data), static_cast<size_t>(count));
+    }
+    if (link->out.empty()) break;
+    const ssize_t done =
+        ::send(link->fd, link->out.data() + link->out_at, link->out.size() - link->out_at, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0 && errno != EAGAIN && errno != EWOULDBLOCK) link->broken = std::strerror(errno);
+    if (done <= 0) break;
+    link->out_at += static_cast<size_t>(done);
+    if (link->out_at < link->out.size()) break;
+    link->out.clear();
+    link->out_at = 0;
+  }
+  if (!link->broken.empty())
+    return fail(link, kUnavailable,
+                (link->connected ? "the connection to " : "failed to connect to ") + link->address +
+                    (link->connected ? " was lost: " : ": ") + link->broken);
+  if (link->leaving && link->open.empty()) return fail(link, kUnavailable, "the server takes no further calls");
+  const bool waits = !link->connected || !link->out.empty();
+  if (waits == link->waits_to_write) return;
+  link->waits_to_write = waits;
+  epoll_event event{EPOLLIN | (waits ? EPOLLOUT : 0u), {.ptr = link}};
+  epoll_ctl(epoll_, EPOLL_CTL_MOD, link->fd, &event);
+}
+
+void Caller::fail(Link* link, int status, const std::string& why) {
+  std::unique_ptr<Link> gone;
+  const auto found = links_.find(link->address);
+  if (found != links_.end() && found->second.get() == link) {
+    gone = std::move(found->second);
+    links_.erase(found);
+  }
+  for (auto at = leaving_.begin(); !gone && at != leaving_.end(); ++at) {
+    if (at->get() != link) continue;
+    gone = std::move(*at);
+    leaving_.erase(at);
+    break;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    resolved_.erase(link->address);  // the name may stand for another host by now
+  }
+  const auto open = std::move(link->open);
+  link->open.clear();
+  for (const auto& [id, call] : open) {
+    if (!call->link_) continue;
+    call->link_ = nullptr;
+    forget(call);
+    end(call, status, why);
+  }
+}
+
+}  // namespace shoal::net

@@ -1,0 +1,104 @@
+// A net whose rows do not depend on each other, run without Python and libtorch: each step is made on a block of rows
+// that stays in the cache, then the next step.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "nn/net/gemm.h"
+#include "nn/net/loops.h"
+
+namespace shoal {
+
+// Values of each row: in a buffer that has so many floats per row, or in a constant, which all rows share. Sizes and
+// strides are those of one row.
+struct RowView {
+  int32_t buffer;  // or ~ the number of a constant
+  int64_t at = 0;
+  std::vector<int64_t> sizes, strides;
+};
+
+struct RowStep {
+  enum class Kind : int32_t {
+    map,      // out = op(a, b) of each value; sum and largest add to what out has
+    matrix,   // out [.., n] = a [.., k] * constant [k, n] (+ b)
+    product,  // out [n, m] = a [n, k] * b [k, m], of each row
+    select    // out = some of a along one of its sizes, [before, chosen, after] of [before, size, after]
+  };
+  Kind kind;
+  Op op = Op::copy;
+  RowView out, a, b;
+  bool has_b = false;
+  float number = 0, other = 0;
+  int32_t constant = -1;        // of a matrix
+  int64_t k = 0, n = 0;         // of a matrix
+  int64_t row = 0, column = 0;  // its strides
+  std::vector<int64_t> chosen;  // of select
+  int64_t before = 1, after = 1, size = 1;
+};
+
+// What to do: the same for all weights. Buffers are the inputs, then the outputs, then what lies between.
+class RowPlan {
+ public:
+  // `floats` per row of each buffer, `constants`: floats of each. Throws std::invalid_argument where a step reaches
+  // outside of them, or its views do not go together.
+  RowPlan(std::vector<int64_t> floats, int64_t inputs, int64_t outputs, std::vector<int64_t> constants,
+          std::vector<RowStep> steps);
+
+  int64_t inputs() const { return inputs_; }
+  int64_t outputs() const { return outputs_; }
+  const std::vector<int64_t>& floats() const { return floats_; }
+  const std::vector<int64_t>& constants() const { return constants_; }
+  int64_t multiplications() const { return multiplications_; }  // of one row, in matrices and products
+
+ private:
+  friend class RowNet;
+  // A map as loops, the rows outermost; neighbours that lie evenly are one loop.
+  struct Loop {
+    int64_t size;  // of the first: of one row
+    int64_t a, b, out;
+  };
+  using Loops = std::vector<Loop>;
+  void check(const RowView& view) const;
+  Loops loops_of(const RowStep& step) const;
+  int64_t row_stride(const RowView& view) const;
+  // Rows of a matrix that one row of the batch has, if they lie evenly: all rows of the block are one matrix then.
+  int64_t matrix_rows(const RowView& view, int64_t inner) const;
+  bool may_be_added(const RowView& view, int64_t rows, int64_t n) const;
+
+  std::vector<int64_t> floats_;
+  int64_t inputs_, outputs_;
+  std::vector<int64_t> constants_;
+  std::vector<RowStep> steps_;
+  std::vector<Loops> loops_;    // of each map; of other kinds empty
+  std::vector<int64_t> begin_;  // of each buffer in the scratch memory of a block, in floats per row
+  int64_t scratch_ = 0;
+  int64_t multiplications_ = 0;
+};
+
+class RowNet {
+ public:
+  // `constants` are copied. Throws std::invalid_argument where their sizes are not those of the plan.
+  RowNet(std::shared_ptr<const RowPlan> plan, const std::vector<std::pair<const float*, int64_t>>& constants);
+
+  RowNet(const RowNet&) = delete;
+  RowNet& operator=(const RowNet&) = delete;
+
+  const RowPlan& plan() const { return *plan_; }
+  // Of `rows` rows, which lie one behind the other in each input and output. With `parallel` on several threads where
+  // that is worth it.
+  void run(const std::vector<const float*>& inputs, int64_t rows, const std::vector<float*>& outputs,
+           bool parallel = false) const;
+
+ private:
+  void run_block(float* const* buffers, int64_t rows) const;
+  void run_map(const RowStep& step, const RowPlan::Loops& loops, float* const* buffers, int64_t rows) const;
+  void run_product(const RowStep& step, float* const* buffers, int64_t rows) const;
+  const float* at(const RowView& view, float* const* buffers) const;
+
+  std::shared_ptr<const RowPlan> plan_;
+  std::vector<std::vector<float>> constants_;
+  std::vector<PackedMatrix> matrices_;  // of each step of that kind
+};
+
+}  // namespace shoal
