@@ -4,6 +4,7 @@
     python -m benchmarks.serving --quick         # the same with fewer seconds
     python -m benchmarks.serving --only predict push --json out.json
     python -m benchmarks.serving --only scaling  # and front, entry, overload, connections: see serving_load.py
+    python -m benchmarks.serving --only gpu      # a DLRM on a GPU: see serving_gpu.py
 
 Servers, clients and trainer are processes of their own. The rival of Predict and of pushes is a bare gRPC server of
 the same library that answers the same bytes with the same bytes; both are measured in turn in the same run.
@@ -31,6 +32,7 @@ import torch
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
 PARTS = ("rows", "push", "predict", "freshness", "raw")
 LOAD_PARTS = ("front", "entry", "scaling", "overload", "connections")  # of serving_load.py
+GPU_PARTS = ("gpu",)  # of serving_gpu.py
 CODECS = ("fp32", "fp16", "fixed_r8", "one_bit")
 DIM = 16
 LIMITS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -511,7 +513,7 @@ _EXPORTED: dict[str, Any] = {}
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer seconds, noisier figures")
-    parser.add_argument("--only", nargs="+", choices=[*PARTS, *LOAD_PARTS])
+    parser.add_argument("--only", nargs="+", choices=[*PARTS, *LOAD_PARTS, *GPU_PARTS])
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args(argv)
     mp.set_start_method("spawn", force=True)
@@ -541,6 +543,10 @@ def main(argv: list[str] | None = None) -> int:
                 from benchmarks import serving_load
 
                 getattr(serving_load, name)(report, Path(folder), options.quick)
+        if "gpu" in wanted:
+            from benchmarks import serving_gpu
+
+            serving_gpu.gpu(report, Path(folder), options.quick)
     if options.json:
         Path(options.json).write_text(json.dumps({"info": info, "rows": rows}, indent=1))
     return 0

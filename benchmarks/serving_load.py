@@ -87,19 +87,20 @@ class Load:
 
 
 def native_load(
-    port: int, request: bytes, *, threads: int = 1, cores: list[int] | None = None, connections: int = 4,
+    port: int, request: bytes | list[bytes], *, threads: int = 1, cores: list[int] | None = None, connections: int = 4,
     calls: int = 16, seconds: float = 3.0, rate: float = 0.0, timeout_ms: int = 0,
 ) -> Load:  # fmt: skip
-    """Calls of native clients: each answer makes the next one, or at a rate."""
+    """Calls of native clients: each answer makes the next one, or at a rate. ``request``: also one for each thread."""
     from shoal import _core
 
-    arguments = ("127.0.0.1", port, base.PREDICT, request, connections, calls, seconds, rate / threads, timeout_ms)
+    requests = request if isinstance(request, list) else [request] * threads
 
     def make(number: int) -> tuple[Any, ...]:
         if cores:
             os.sched_setaffinity(0, cores)  # of this thread
         begin = time.thread_time()
-        return *_core.http2_load(*arguments), time.thread_time() - begin
+        given = ("127.0.0.1", port, base.PREDICT, requests[number], connections, calls, seconds, rate / threads)
+        return *_core.http2_load(*given, timeout_ms), time.thread_time() - begin
 
     with ThreadPoolExecutor(threads) as pool:
         results = list(pool.map(make, range(threads)))
@@ -140,16 +141,16 @@ def scaling(report: Any, folder: Path, quick: bool) -> None:
     """Requests per second of a server that is pinned to 1, 2, 4, 8 cores; the load is on the others."""
     path = base.export(folder / "scaling", base.trained_table(200_000, "user_scaling"), 1)
     cores = sorted(os.sched_getaffinity(0))
-    most = max(1, len(cores) // 2)
-    loading = cores[-most:] if len(cores) > 1 else cores
+    most = 8 if len(cores) >= 10 else max(1, len(cores) // 2)
+    loading = cores[most:] or cores
+    counts = [count for count in (1, 2, 4, 8) if count <= most]
+    with ThreadPoolExecutor(len(counts)) as pool:  # they start side by side, and wait
+        servers = list(pool.map(lambda count: Served(path, cores[:count], front="native", max_waiting=1 << 20), counts))
     requests = {batch: base.request_of(batch) for batch in (1, 64)}
     before = dict.fromkeys(requests, 0.0)
-    fields: dict[str, Any] = {"threads": most, "cores": loading, "connections": 8, "calls": 16}
+    fields: dict[str, Any] = {"threads": len(loading), "cores": loading, "connections": 8, "calls": 16}
     seconds = 2.0 if quick else 5.0
-    for count in (1, 2, 4, 8):
-        if count > most:
-            break
-        server = Served(path, cores[:count], front="native", max_waiting=1 << 20)
+    for count, server in zip(counts, servers, strict=True):
         for batch, request in requests.items():
             native_load(server.port, request, seconds=0.5, **fields)
             begin = server.cpu()

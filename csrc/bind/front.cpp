@@ -230,6 +230,7 @@ void front(nb::module_& m) {
       .def("take_counts", counts_of)
       .def("set_limit",
            [](Front& front, const std::string& model, int64_t limit) { front.lanes().set_limit(model, limit); })
+      .def("set_enough", [](Front& front, int64_t requests) { front.lanes().set_enough(requests); })
       .def(
           "next", [](Front& front, double seconds) { return front.lanes().next(static_cast<int64_t>(seconds * 1e9)); },
           NoGil(), nb::keep_alive<0, 1>())

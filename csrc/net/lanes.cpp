@@ -10,7 +10,6 @@ namespace shoal::net {
 namespace {
 
 constexpr int kProbe = 200;           // a batch in so many waits although waiting did not pay lately
-constexpr size_t kEnough = 64;        // requests that are worth a batch while another one runs
 constexpr int64_t kSlow = 5'000'000;  // ns that a request waits for a running batch before it gets one of its own
 constexpr double kQuick = 1'000'000;  // ns of work that a thread which speaks HTTP/2 does itself
 constexpr double kTurn = 4'000'000;   // ns of work that a batch of another thread takes at most
@@ -80,6 +79,11 @@ void Lanes::set_limit(const std::string& model, int64_t max_waiting) {
   one->limit = max_waiting;
 }
 
+void Lanes::set_enough(int64_t requests) {
+  const std::lock_guard lock(mutex_);
+  enough_ = std::max<int64_t>(1, requests);
+}
+
 // Whether a request that waits its turn is answered before its deadline, as things go.
 bool Lanes::has_time(const Lane& lane, const Call& call, int64_t now) const {
   if (!call.deadline_ns) return true;
@@ -139,7 +143,8 @@ void Lanes::put(Lane* lane, const CallPtr& call, int64_t now, int* wanted) {
   } else if (lane->queue.size() == 1 && !lane->running) {
     schedule(lane, now);
     ++*wanted;
-  } else if (lane->queue.size() == kEnough || static_cast<int64_t>(lane->queue.size()) == limits_.max_group) {
+  } else if (static_cast<int64_t>(lane->queue.size()) == enough_ ||
+             static_cast<int64_t>(lane->queue.size()) == limits_.max_group) {
     ++*wanted;
   }
 }
@@ -201,7 +206,7 @@ bool Lanes::is_ready(const Lane& lane, int64_t now, int64_t* until) const {
   // While one batch runs, another begins when it is worth it, or when the first one is slow.
   const int64_t late = lane.queue.front()->arrived_ns + kSlow;
   const bool ready = lane.running
-                         ? lane.queue.size() >= kEnough || now >= late
+                         ? static_cast<int64_t>(lane.queue.size()) >= enough_ || now >= late
                          : now >= lane.ready_ns || static_cast<int64_t>(lane.queue.size()) >= limits_.max_group;
   if (!ready) *until = std::min(*until, lane.running ? late : lane.ready_ns);
   return ready;

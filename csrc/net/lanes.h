@@ -136,7 +136,9 @@ class Lanes {
 
   // The lane of requests with a key; made where it is new. `model`: whose limit it shares; -1 where there are too many.
   int64_t add(const std::string& key, const std::string& model);
-  void remove(int64_t lane);                                      // who waits there is given to Python
+  void remove(int64_t lane);  // who waits there is given to Python
+  // While one batch of a lane runs, another one begins when so many requests wait.
+  void set_enough(int64_t requests);
   void set_limit(const std::string& model, int64_t max_waiting);  // of one model
 
   // Answers the requests of a lane without Python from now on. False where the binding is of a former generation.
@@ -194,6 +196,7 @@ class Lanes {
   const LaneLimits limits_;
   const std::shared_ptr<const std::atomic<int64_t>> generation_;
   int python_running_ = 0, native_running_ = 0;
+  int64_t enough_ = 64;
   std::atomic<int64_t> left_{0};  // in the queues of lanes that are bound
   std::mutex mutex_;
   std::condition_variable ready_;

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal import _core
 from shoal.testing.fuzz import FuzzFinding, Target, fuzz, kept_inputs, try_one
 from tests.fuzz.targets import all_targets
 
@@ -19,7 +20,8 @@ def targets(tmp_path_factory):
 NAMES = (
     "predict", "predict_response", "rest", "ps_request", "ps_reply", "ps_create", "ps_log", "data_csv", "data_features",
     "data_criteo", "data_tfrecord", "data_parquet", "checkpoint", "manifest", "export_manifest", "payload_safetensors",
-    "payload_pt", "tensors", "toml_train", "toml_plan", "agent_conf",
+    "payload_pt", "tensors", "toml_train", "toml_plan", "agent_conf", "net_plan",
+    *(["http2"] if _core.front_available() else []),
 )  # fmt: skip
 
 

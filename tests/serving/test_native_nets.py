@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -115,7 +116,7 @@ def test_operations_are_as_torchs():
 
 def test_every_native_operation_is_tried():
     tried = ops_of(all_of(SIMPLE)) | ops_of(constants())
-    from shoal.serving.server.net.lowering import OPERATIONS
+    from shoal.serving.server.net.operations import OPERATIONS
 
     variants = {aten.mul.Scalar, aten.div.Scalar, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Tensor}  # of older torch
     left = {str(each) for each in OPERATIONS.keys() - tried - variants}
@@ -172,6 +173,38 @@ def constants():
 
 def test_operations_with_constants_are_as_torchs():
     assert_as_torch(constants(), tolerance=2e-5)
+
+
+def random_net(chance):
+    """Some operations one after the other, on whatever the one before gave."""
+    unary = [torch.relu, torch.tanh, torch.sigmoid, nn.functional.gelu, lambda z: z.softmax(-1), lambda z: z * 0.5 + 1]
+    shapes = [
+        lambda z: z.flatten(1), lambda z: z.unsqueeze(1), lambda z: z.transpose(1, -1),
+        lambda z: torch.cat([z, z * 2], 1), lambda z: z[:, ::2], lambda z: z.sum(-1, keepdim=True),
+        lambda z: z.reshape(z.shape[0], -1, 2) if z[0].numel() % 2 == 0 else z, lambda z: z - z.mean(1, keepdim=True),
+        lambda z: z @ z.transpose(1, 2) if z.ndim == 3 and z[0].numel() < 200 else z,
+    ]  # fmt: skip
+    chosen = [chance.choice(chance.choice([unary, shapes])) for _ in range(6)]
+
+    def run(m, x, y):
+        made = x * y
+        for step in chosen:
+            made = step(made)
+        return {"made": made, "also": y.sum(2)}
+
+    return Call(run)
+
+
+def test_random_nets_are_as_torchs():
+    native = 0
+    for seed in range(12):
+        net = random_net(random.Random(seed))
+        try:
+            assert_as_torch(net, rows=(1, 5, 70), tolerance=1e-4)
+        except NotNative:
+            continue
+        native += 1
+    assert native >= 6
 
 
 @pytest.mark.parametrize("isa", ["base", "avx2", "avx512"])

@@ -11,14 +11,21 @@ namespace {
 
 constexpr int64_t kBlock = 64;                 // rows that go through all steps together
 constexpr int64_t kShared = int64_t{1} << 23;  // multiplications that are worth another thread
+constexpr int64_t kMost = int64_t{1} << 28;    // values of one row, in a buffer, a view or a constant
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("row net: " + what); }
 
+// Of sizes that are >= 0; more than kMost where they are too many to count.
 int64_t count_of(const std::vector<int64_t>& sizes) {
   int64_t all = 1;
-  for (int64_t size : sizes) all *= size;
-  return all;
+  for (int64_t size : sizes) {
+    if (size == 0) return 0;
+    all = std::min(all, kMost + 1) * std::min(size, kMost + 1);
+  }
+  return std::min(all, kMost + 1);
 }
+
+bool is_count(int64_t number) { return number >= 0 && number <= kMost; }
 
 // Memory that a thread keeps for its next batch.
 float* scratch_of_thread(size_t floats) {
@@ -42,10 +49,11 @@ RowPlan::RowPlan(std::vector<int64_t> floats, int64_t inputs, int64_t outputs, s
       outputs_(outputs),
       constants_(std::move(constants)),
       steps_(std::move(steps)) {
-  if (inputs_ < 0 || outputs_ < 0 || inputs_ + outputs_ > static_cast<int64_t>(floats_.size()))
+  if (!is_count(inputs_) || !is_count(outputs_) || inputs_ + outputs_ > static_cast<int64_t>(floats_.size()))
     refuse("there are fewer buffers than inputs and outputs");
-  for (int64_t size : floats_)
-    if (size < 0) refuse("buffers must have at least 0 floats");
+  for (const auto* sizes : {&floats_, &constants_})
+    for (int64_t size : *sizes)
+      if (!is_count(size)) refuse("buffers and constants must have 0 to 268435456 values");
   for (size_t i = static_cast<size_t>(inputs_ + outputs_); i < floats_.size(); ++i) {
     begin_.push_back(scratch_);
     scratch_ += (floats_[i] + 15) / 16 * 16;
@@ -59,25 +67,29 @@ RowPlan::RowPlan(std::vector<int64_t> floats, int64_t inputs, int64_t outputs, s
     const auto& a = step.a;
     if (step.kind == RowStep::Kind::matrix) {
       if (step.constant < 0 || step.constant >= static_cast<int64_t>(constants_.size())) refuse("no such constant");
+      for (int64_t each : {step.k, step.n, step.row, step.column})
+        if (!is_count(each)) refuse("a matrix reaches outside of its constant");
       const int64_t last = (step.k - 1) * step.row + (step.n - 1) * step.column;
-      if (step.k < 1 || step.n < 1 || step.row < 0 || step.column < 0 ||
+      if (step.k < 1 || step.n < 1 || count_of({step.k, step.n}) > kMost ||
           last >= constants_[static_cast<size_t>(step.constant)])
         refuse("a matrix reaches outside of its constant");
       const int64_t rows = matrix_rows(a, step.k);
       if (rows < 0 || matrix_rows(step.out, step.n) != rows) refuse("a matrix needs rows that lie evenly");
       if (step.has_b && (step.b.sizes != step.out.sizes || !may_be_added(step.b, rows, step.n)))
         refuse("what is added to a product must have its sizes");
-      multiplications_ += rows * step.k * step.n;
+      count_work(rows * step.k * step.n);
     } else if (step.kind == RowStep::Kind::product) {
       if (a.sizes.size() != 2 || step.b.sizes.size() != 2 || step.out.sizes.size() != 2 || !step.has_b ||
           a.sizes[1] != step.b.sizes[0] || step.out.sizes[0] != a.sizes[0] || step.out.sizes[1] != step.b.sizes[1] ||
           a.strides[1] != 1 || step.out.strides[1] != 1)
         refuse("the sizes of a product do not go together");
-      multiplications_ += a.sizes[0] * a.sizes[1] * step.b.sizes[1];
+      count_work(a.sizes[0] * a.sizes[1] * step.b.sizes[1]);
     } else if (step.kind == RowStep::Kind::select) {
       const int64_t chosen = static_cast<int64_t>(step.chosen.size());
-      if (step.before < 0 || step.after < 0 || count_of(a.sizes) != step.before * step.size * step.after ||
-          count_of(step.out.sizes) != step.before * chosen * step.after)
+      for (int64_t each : {step.before, step.size, step.after})
+        if (!is_count(each)) refuse("the sizes of a selection do not go together");
+      if (count_of(a.sizes) != count_of({step.before, step.size, step.after}) ||
+          count_of(step.out.sizes) != count_of({step.before, chosen, step.after}))
         refuse("the sizes of a selection do not go together");
       for (const RowView* view : {&a, &step.out}) {
         int64_t stride = 1;
@@ -90,22 +102,23 @@ RowPlan::RowPlan(std::vector<int64_t> floats, int64_t inputs, int64_t outputs, s
   }
 }
 
+void RowPlan::count_work(int64_t more) { multiplications_ = std::min(multiplications_ + more, int64_t{1} << 36); }
+
 void RowPlan::check(const RowView& view) const {
   const bool constant = view.buffer < 0;
   const auto& all = constant ? constants_ : floats_;
   const auto number = static_cast<size_t>(constant ? ~view.buffer : view.buffer);
   if (number >= all.size()) refuse("there is no buffer " + std::to_string(view.buffer));
   if (view.sizes.size() != view.strides.size()) refuse("a view needs a stride for each size");
+  if (!is_count(view.at)) refuse("a view reaches outside of its buffer");
+  for (size_t i = 0; i < view.sizes.size(); ++i)
+    if (!is_count(view.sizes[i]) || !is_count(view.strides[i])) refuse("sizes and strides must be 0 to 268435456");
+  const int64_t count = count_of(view.sizes);
+  if (count == 0) return;
+  if (count > kMost) refuse("a view is too large");
   int64_t last = view.at;
-  for (size_t i = 0; i < view.sizes.size(); ++i) {
-    if (view.sizes[i] < 0 || view.strides[i] < 0) refuse("sizes and strides must be >= 0");
-    if (view.sizes[i] == 0) return;
-    int64_t reach;
-    if (__builtin_mul_overflow(view.sizes[i] - 1, view.strides[i], &reach) ||
-        __builtin_add_overflow(last, reach, &last))
-      refuse("a view is too large");
-  }
-  if (view.at < 0 || last >= all[number]) refuse("a view reaches outside of its buffer");
+  for (size_t i = 0; i < view.sizes.size() && last <= kMost; ++i) last += (view.sizes[i] - 1) * view.strides[i];
+  if (last >= all[number]) refuse("a view reaches outside of its buffer");
 }
 
 int64_t RowPlan::row_stride(const RowView& view) const {
@@ -220,11 +233,13 @@ void RowNet::run_block(float* const* buffers, int64_t rows) const {
         run_map(step, plan_->loops_[i], buffers, rows);
         break;
       case RowStep::Kind::matrix: {
+        const PackedMatrix& packed = matrices_[matrix++];
         const int64_t each = plan_->matrix_rows(step.a, step.k);
+        if (each == 0) break;
         auto stride = [&](const RowView& view) { return plan_->row_stride(view) / each; };
         multiply({at(step.a, buffers), stride(step.a), rows * each, step.has_b ? at(step.b, buffers) : nullptr,
                   step.has_b ? stride(step.b) : 0, out, stride(step.out)},
-                 matrices_[matrix++]);
+                 packed);
         break;
       }
       case RowStep::Kind::product:

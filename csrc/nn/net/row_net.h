@@ -60,6 +60,7 @@ class RowPlan {
   };
   using Loops = std::vector<Loop>;
   void check(const RowView& view) const;
+  void count_work(int64_t more);
   Loops loops_of(const RowStep& step) const;
   int64_t row_stride(const RowView& view) const;
   // Rows of a matrix that one row of the batch has, if they lie evenly: all rows of the block are one matrix then.

@@ -61,8 +61,12 @@ class Options:
     """host:port that others reach the gRPC port by; by default the address it listens on."""
     agent_port: int | None = None
     """Port of the local agent that knows where the other sub-graphs are served."""
-    max_batch_rows: int = 1024
-    """Rows that micro-batching joins at most; 1 turns it off."""
+    device: str = "cpu"
+    """Where rows and nets are: cpu, cuda, cuda:1."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: the products of matrices in bfloat16, which is quicker on GPUs and on CPUs that have it."""
+    max_batch_rows: int = 0
+    """Rows that micro-batching joins at most; 1 turns it off, 0 = 1024, with --device cuda 8192."""
     max_message_mib: int = 32
     """Larger requests are refused."""
     workers: int = 96
@@ -124,6 +128,8 @@ def _serve(options: Options, observed: dict[str, Any]) -> int:
         model_root=options.model_root or (_root(root) if root else None),
         max_message_bytes=options.max_message_mib * 1024 * 1024,
         max_batch_rows=options.max_batch_rows,
+        device=options.device,
+        precision=options.precision,
         workers=options.workers,
         front=options.front,
         max_waiting=options.max_waiting,

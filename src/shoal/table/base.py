@@ -132,7 +132,7 @@ class TableBase(BudgetCalls, ABC):
     @property
     def native(self) -> _core.Table | None:
         """The native table, for native code that reads rows while this one lives; None where rows are on a GPU."""
-        return self._native if self.device.type == "cpu" else None
+        return None if self.on_gpu else self._native
 
     def staged(self) -> Any:
         """What has all rows in host memory, as ``_native``: this table, or a copy of one on a GPU."""

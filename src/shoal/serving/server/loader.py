@@ -2,17 +2,20 @@
 
 import base64
 import logging
+from functools import partial
 from pathlib import Path
 
 from shoal.durable import read_folder
 from shoal.durable.replace import digests_known
 from shoal.errors import DataError
 from shoal.serving.export.manifest import Manifest, TableSpec, inside
+from shoal.serving.server.net.placement import ON_CPU, Placement
 from shoal.serving.server.program import load_program
 from shoal.serving.server.rounds import Rounds
 from shoal.serving.server.servable import Servable, TableView
 from shoal.serving.server.table_signatures import table_signatures
 from shoal.serving.server.trained import load_trained
+from shoal.serving.server.warm_up import warm_up
 from shoal.stamps import Stamp
 from shoal.table import HashTable, HashTableConfigInstance
 from shoal.table.config.messages import EmbeddingHashTableConfig
@@ -21,12 +24,13 @@ from shoal.table.multi import MultiHashTable, convert_to_cached_config
 log = logging.getLogger(__name__)
 
 
-def load_servable(directory: Path, root: Path) -> Servable:
+def load_servable(directory: Path, root: Path, placement: Placement = ON_CPU) -> Servable:
     """Loads one version.
 
     Args:
         directory: the version's directory.
         root: no file outside is read.
+        placement: where rows and net are to be.
 
     Raises:
         DataError: something is missing, broken or outside of ``root``.
@@ -35,7 +39,7 @@ def load_servable(directory: Path, root: Path) -> Servable:
     manifest = _verified(directory)
     views: dict[str, TableView] = {}
     for spec in manifest.tables:
-        views[spec.name] = load_table(directory, spec, root)
+        views[spec.name] = load_table(directory, spec, root, placement.device)
     stamps = {source: Stamp(*each) for source, each in (getattr(manifest, "stamps", None) or {}).items()}
     servable = Servable(
         {}, views, manifest.rows_read_at, stamps=stamps, version=manifest.version, exported_step=manifest.global_step
@@ -45,10 +49,11 @@ def load_servable(directory: Path, root: Path) -> Servable:
         for name in ("lookup", "raw_lookup"):  # a standalone export answers with its program
             signatures.pop(name, None)
         load = load_program if manifest.features is None else load_trained
-        programs, servable.graphs, servable.program = load(directory, manifest, views)
+        programs, servable.graphs, servable.program = load(directory, manifest, views, placement)
         signatures |= programs
     servable.signatures = signatures
     Rounds(servable)
+    servable.warm_up = partial(warm_up, servable, directory)
     return servable
 
 
@@ -65,8 +70,8 @@ def _verified(directory: Path) -> Manifest:
         raise DataError(f"{error.filename or directory} cannot be read: {error.strerror}") from None
 
 
-def load_table(directory: Path, spec: TableSpec, root: Path) -> TableView:
-    """One table of an export, restored into serving rows."""
+def load_table(directory: Path, spec: TableSpec, root: Path, device: str = "cpu") -> TableView:
+    """One table of an export, restored into serving rows on a device."""
     if not spec.configs or len(spec.configs) != max(1, len(spec.sub_tables)):
         raise DataError(f"{directory}: table {spec.name!r} has {len(spec.configs)} configurations in the manifest")
     configs = [EmbeddingHashTableConfig.FromString(base64.b64decode(text)) for text in spec.configs]
@@ -75,10 +80,10 @@ def load_table(directory: Path, spec: TableSpec, root: Path) -> TableView:
         raise DataError(f"{directory}: asset_prefix {spec.asset_prefix!r} is not a file name")
     instances = [HashTableConfigInstance(config, [0.0] * len(config.entry_config.segments)) for config in configs]
     if spec.kind == "hash":
-        table = HashTable.from_config(instances[0], name=spec.name)
+        table = HashTable.from_config(instances[0], name=spec.name, device=device)
     elif spec.kind == "multi":
         cached = convert_to_cached_config(dict(zip(spec.sub_tables, instances, strict=True)))
-        table = MultiHashTable(cached, name=spec.name)
+        table = MultiHashTable(cached, name=spec.name, device=device)
     else:
         raise DataError(f"{directory}: table {spec.name!r} is of kind {spec.kind!r}; hash and multi are known")
     table.restore(str(basename))

@@ -86,13 +86,15 @@ def _load(model: Model, number: int, at_once: bool) -> None:
     try:
         assert model.base is not None
         assert model.root is not None
-        servable = version.servable or load_servable(model.base / str(number), model.root)
+        servable = version.servable or load_servable(model.base / str(number), model.root, model.placement)
         old = model.current()
         if old is not None and not at_once and (reason := servable.missing()):
             _wait(model, version, servable, reason)
             return
         if old is not None and old.servable is not None:
             hand_over(old.servable, servable)
+        if servable.warm_up is not None:
+            servable.warm_up()
     except Exception as error:
         log.exception("model %s: version %d could not be loaded", model.name, number)
         with model.lock:
@@ -165,7 +167,7 @@ class LoadedModels(ServedModels):
             for each in given:
                 known = self._models.get(each.name)
                 if known is None:
-                    self._models[each.name] = Model(each, self._model_root)
+                    self._models[each.name] = Model(each, self._model_root, self.placement)
                     continue
                 if known.config.base_path == each.base_path:
                     known.config = each
@@ -175,7 +177,7 @@ class LoadedModels(ServedModels):
                     known.replacement.config = each
                 else:
                     gone.append(known.replacement)
-                    known.replacement = Model(each, self._model_root)
+                    known.replacement = Model(each, self._model_root, self.placement)
         generation.next()
         for model in gone:
             if model is not None:

@@ -20,6 +20,7 @@ from shoal.proto.serving.tf_serving_pb2 import (
 )
 from shoal.serving.predict import BY_ROW
 from shoal.serving.server.batching import Batcher, Pace
+from shoal.serving.server.net.placement import ON_CPU, Placement
 from shoal.serving.server.servable import Servable, Signature
 from shoal.serving.server.table_signatures import live_servable
 from shoal.serving.status import StatusError, invalid_argument, not_found, unavailable
@@ -69,8 +70,9 @@ class Version:
 class Model:
     """A model by name and its versions, for any thread; `shoal.serving.server.loading` loads and unloads them."""
 
-    def __init__(self, config: ModelConfig, root: Path | None = None) -> None:
+    def __init__(self, config: ModelConfig, root: Path | None = None, placement: Placement = ON_CPU) -> None:
         self.name = config.name
+        self.placement = placement
         self.config = config
         self.base = Path(config.base_path) if config.base_path else None
         self.root = root if root is not None else root_of(self.base) if self.base is not None else None
@@ -156,9 +158,11 @@ class ServedModels:
     Args:
         model_root: base paths must be inside; None = any, but those that come over the network must be where models are
             served from already.
+        placement: where versions are loaded to.
     """
 
-    def __init__(self, model_root: str | Path | None = None) -> None:
+    def __init__(self, model_root: str | Path | None = None, placement: Placement = ON_CPU) -> None:
+        self.placement = placement
         self._model_root = Path(model_root) if model_root is not None else None
         self._models: dict[str, Model] = {}
         self._aliases: dict[str, str] = {}

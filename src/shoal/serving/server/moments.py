@@ -16,11 +16,12 @@ WAIT_SECS = 30.0
 class Fresh:
     """Rows of one table that lie over it: distinct ids and their values; a row that is gone is zeros."""
 
-    __slots__ = ("_ids", "_values")
+    __slots__ = ("_copies", "_ids", "_values")
 
     def __init__(self, ids: torch.Tensor, values: torch.Tensor) -> None:
         self._ids, order = ids.sort()
         self._values = values[order]
+        self._copies: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The ids, and their values ``[n, dim]``."""
@@ -28,10 +29,18 @@ class Fresh:
 
     def onto(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Writes the fresh ones among ``rows``, which were looked up for ``ids``."""
-        at = torch.searchsorted(self._ids, ids).clamp_(max=len(self._ids) - 1)
-        hits = (self._ids[at] == ids).nonzero().squeeze(1)
+        own, values = self._on(ids.device)
+        at = torch.searchsorted(own, ids).clamp_(max=len(own) - 1)
+        hits = (own[at] == ids).nonzero().squeeze(1)
         if len(hits):
-            rows[hits] = self._values[at[hits]]
+            rows[hits] = values[at[hits]]
+
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        if device == self._ids.device:
+            return self._ids, self._values
+        if device not in self._copies:
+            self._copies[device] = self._ids.to(device), self._values.to(device)
+        return self._copies[device]
 
 
 class Moment:

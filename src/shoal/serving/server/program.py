@@ -14,8 +14,10 @@ from shoal.serving.client.sub_graphs import SubGraphs
 from shoal.serving.export.manifest import SignatureSpec, inside
 from shoal.serving.export.program_file import load_exported
 from shoal.serving.server.moments import Fresh, Moments
+from shoal.serving.server.net.card import Card, CardNet
 from shoal.serving.server.net.exported import direct_call, named_outputs
 from shoal.serving.server.net.native import NativeNet
+from shoal.serving.server.net.placement import ON_CPU, Placement
 from shoal.serving.server.net.predictor import NativePredictor, ReadFeature, Source
 from shoal.serving.server.net.row_plan import NotNative
 from shoal.serving.server.servable import Signature, TableView, Tensors
@@ -67,7 +69,7 @@ def local_lookup(views: Mapping[str, TableView], shards: int) -> Lookup:
     for view in views.values():
         for alias, sub in view.slots.items():
             number = view.sub_tables.index(sub)
-            places.setdefault(alias, []).append(((view.name, number), view.lookups[number]))
+            places.setdefault(alias, []).append(((view.name, number), view.reads[number]))
             dims[alias] = view.dims[number]
 
     def lookup(wanted: dict[str, torch.Tensor], fresh: Fresher) -> dict[str, torch.Tensor]:
@@ -80,7 +82,7 @@ def local_lookup(views: Mapping[str, TableView], shards: int) -> Lookup:
                 if place in fresh:
                     fresh[place].onto(ids, rows)
                 continue
-            rows = found[slot] = torch.empty(len(ids), dims[slot], device="cpu")
+            rows = found[slot] = torch.empty(len(ids), dims[slot], device=ids.device)
             owner = torch.remainder(ids, shards)
             for shard, (place, part) in enumerate(parts):
                 chosen = owner == shard
@@ -141,12 +143,28 @@ def remote_net(graphs: SubGraphs, kinds: Mapping[str, torch.dtype | None]) -> Ca
 
 
 class Program:
-    """A net with its features: ``{alias: tensor}`` in, ``{alias: tensor}`` out."""
+    """A net with its features: ``{alias: tensor}`` in, ``{alias: tensor}`` out, both in host memory.
+
+    Args:
+        lookup: looks rows up where the net is, or in host memory if ``remote``.
+        card: the GPU that the net is on; None: it is on the CPU.
+        remote: rows come from other servers.
+    """
 
     def __init__(
-        self, net: Callable[..., Any], features: Mapping[str, Feature], outputs: list[str], lookup: Lookup
+        self,
+        net: Callable[..., Any],
+        features: Mapping[str, Feature],
+        outputs: list[str],
+        lookup: Lookup,
+        card: Card | None = None,
+        *,
+        remote: bool = False,
     ) -> None:
         self._features, self._outputs, self._lookup = dict(features), outputs, lookup
+        self._card, self._remote = card, remote
+        self.runs = "torch"
+        """What runs the net, for people."""
         self.moments = Moments(net)
         """The net, and pushed rows that lie over the tables; switched between two batches."""
 
@@ -166,6 +184,21 @@ class Program:
         return self.moments.net.with_weights(weights)  # pyrefly: ignore
 
     def __call__(self, inputs: Tensors) -> Tensors:
+        card = self._card
+        if card is None:
+            with torch.inference_mode():
+                return self._answer(*self._arguments(inputs))
+        if self._remote:  # others are asked before the card is: batches wait for them side by side
+            with torch.inference_mode():
+                net, arguments = self._arguments(inputs)
+            return card.run(lambda: self._answer(net, card.bring(arguments)))
+        return card.run(lambda: self._answer(*self._arguments(card.bring(inputs))))
+
+    def _answer(self, net: Callable[..., Any], arguments: Tensors) -> Tensors:
+        return named_outputs(net(**arguments), self._outputs)
+
+    def _arguments(self, inputs: Tensors) -> tuple[Callable[..., Any], Tensors]:
+        """The net, and what it is called with: the pooled rows of features, and the other inputs."""
         arguments = dict(inputs)
         wanted: dict[str, list[torch.Tensor]] = {}
         for alias, feature in self._features.items():
@@ -182,15 +215,16 @@ class Program:
             begin = at[feature.slot]
             at[feature.slot] = end = begin + ids.numel()
             arguments[alias] = pool(feature, ids, rows[feature.slot][begin:end])
-        with torch.inference_mode():
-            return named_outputs(moment.net(**arguments), self._outputs)
+        return moment.net, arguments
 
 
 def native_predictor(
     exported: torch.export.ExportedProgram, program: Program, spec: SignatureSpec, features: Mapping[str, Feature],
-    views: Mapping[str, TableView],
+    views: Mapping[str, TableView], placement: Placement,
 ) -> NativePredictor | None:  # fmt: skip
     """Answers the program's requests without the interpreter; None where that cannot be done."""
+    if not placement.native:
+        return None
     try:
         net = NativeNet(exported)
         sources, read = {}, {}
@@ -203,10 +237,30 @@ def native_predictor(
             )  # fmt: skip
         made = NativePredictor(net, sources, read, list(spec.outputs), inputs=spec.inputs)
     except NotNative as error:
-        log.info("batches go through Python, since %s", error)
+        program.runs = f"torch, since {error}"
+        log.info("the net is run by %s", program.runs)
         return None
+    program.runs = "native"
     program.moments.followers.append(made.prepare)
     return made
+
+
+def placed_net(
+    exported: torch.export.ExportedProgram, placement: Placement, *, graphs: bool
+) -> tuple[Callable[..., Any], Card | None]:
+    """The net where it is to be, and the device that it is enqueued on; None where calls simply run."""
+    if placement.on_gpu:
+        net = CardNet(exported, placement, graphs=graphs)
+        return net, Card(net.device)
+    if placement.precision == "fp32":
+        return direct_call(exported), None
+    return CardNet(exported, placement, graphs=False), None
+
+
+def runs_on(placement: Placement) -> str:
+    """What runs nets, for people."""
+    where = "torch" if not placement.on_gpu else f"torch on {placement.device}"
+    return where if placement.precision == "fp32" else f"{where}, {placement.precision}"
 
 
 def source_of(slot: str, views: Mapping[str, TableView]) -> Source:
@@ -223,7 +277,7 @@ def source_of(slot: str, views: Mapping[str, TableView]) -> Source:
 
 
 def load_program(
-    directory: Path, manifest: Any, views: Mapping[str, TableView]
+    directory: Path, manifest: Any, views: Mapping[str, TableView], placement: Placement = ON_CPU
 ) -> tuple[dict[str, Signature], SubGraphs | None, Program]:
     """``serving_default`` of an exported directory, ``gpu_remote_call`` where it holds nothing but the net.
 
@@ -247,22 +301,24 @@ def load_program(
         versions["dense_0"] = manifest.version if "shard_version" in given else None
     graphs = SubGraphs(manifest.model_name, versions, deadline)
     exported: Any = None
+    card = None
     if file is None:
         kinds = {alias: torch_dtype(dtype_code(each.dtype)) for alias, each in spec.outputs.items()}
         net = remote_net(graphs, kinds)
     else:
         exported = load_exported(file)
-        net = direct_call(exported)
+        net, card = placed_net(exported, placement, graphs=bool(spec.row_wise))
     if remote:
         lookup = remote_lookup(graphs, num_ps, dims)
     else:
         lookup = local_lookup(views, max(1, num_ps))
-    program = Program(net, features, outputs, lookup)
+    program = Program(net, features, outputs, lookup, card, remote=remote)
+    program.runs = "another server" if file is None else runs_on(placement)
     # An entry waits for its shards: its requests run side by side instead of being joined.
     joined = not remote and bool(spec.row_wise)
     signature = SignatureSpec(dict(spec.inputs), dict(spec.outputs), spec.row_wise)
     native = None
     if joined and file is not None:
-        native = native_predictor(exported, program, signature, features, views)
+        native = native_predictor(exported, program, signature, features, views, placement)
     made = {name: Signature(signature, program, batch=joined, waits=remote, samples=True, native=native)}
     return made, graphs if remote else None, program

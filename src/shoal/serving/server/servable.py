@@ -16,6 +16,7 @@ from shoal.serving.server.push_log import Mark, PushLog
 from shoal.serving.status import invalid_argument
 from shoal.serving.tensors import NAME_OF_DTYPE, TensorHead
 from shoal.stamps import Stamp
+from shoal.table.arguments import device_of
 
 
 class TableView:
@@ -35,8 +36,12 @@ class TableView:
             self.sub_tables = list(table.tables)
         else:
             self._subs, self.sub_tables = [table], [table.name]
-        self.lookups: list[Callable[[torch.Tensor], torch.Tensor]] = [sub.lookup for sub in self._subs]
-        """ids -> rows of each sub-table."""
+        self.device: torch.device = device_of(self._subs[0] if self._subs else None)
+        """Where the rows are."""
+        self.reads: list[Callable[[torch.Tensor], torch.Tensor]] = [sub.lookup for sub in self._subs]
+        """ids -> rows of each sub-table, both on its device."""
+        self.lookups = self.reads if self.device.type == "cpu" else [self._homely(read) for read in self.reads]
+        """ids -> rows of each sub-table, both in host memory."""
         self.dims = [int(sub.dim_size) for sub in self._subs]
         self.slots = dict(slots) if slots else {name: name for name in self.sub_tables}
         self.pushes = 0
@@ -47,6 +52,9 @@ class TableView:
         self.push_logs = [PushLog() for _ in self._subs]
         """What was pushed to each sub-table, for the version that comes after."""
         self.logs_pushes = True
+
+    def _homely(self, read: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda ids: read(ids.to(self.device)).cpu()
 
     def renamed(self, name: str) -> "TableView":
         """The same table under another name, as one of several shards."""
@@ -81,26 +89,27 @@ class TableView:
 
     def assign_sub(self, number: int, ids: torch.Tensor, values: torch.Tensor, mark: Mark | float) -> None:
         """Writes rows that were pushed, stamped now. ``mark``: where they come from, or when they were read."""
-        self._subs[number].assign(ids, values, int(time.time()))
+        self._subs[number].assign(ids.to(self.device), values.to(self.device), int(time.time()))
         mark = mark if isinstance(mark, Mark) else Mark.at(mark)
         if self.logs_pushes or mark.source:
             self.push_logs[number].add(ids, mark)
 
     def erase_sub(self, number: int, ids: torch.Tensor, mark: Mark) -> None:
         """Removes rows that a push has deleted, and remembers that."""
-        self._subs[number].erase(ids)
+        self._subs[number].erase(ids.to(self.device))
         self.push_logs[number].add(ids, mark, gone=True)
 
     def copy_sub(self, number: int, ids: torch.Tensor, other: "TableView", its: int) -> None:
         """Makes rows what they are in a sub-table of another view; those that are not there are removed."""
-        there = other._subs[its].contains(ids)
-        self._subs[number].assign(ids[there], other.lookups[its](ids[there]), int(time.time()))
-        self._subs[number].erase(ids[~there])
+        there = other._subs[its].contains(ids.to(other.device)).cpu()
+        rows = other.lookups[its](ids[there]).to(self.device)
+        self._subs[number].assign(ids[there].to(self.device), rows, int(time.time()))
+        self._subs[number].erase(ids[~there].to(self.device))
 
     def ids_sub(self, number: int) -> torch.Tensor:
         """The ids of all rows."""
         parts = list(self._subs[number].all_ids())
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
+        return torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def count_push(self, rows: int, since: float) -> None:
         self.pushes += 1
@@ -229,6 +238,8 @@ class Servable:
         self.successor: Servable | None = None
         self.graphs: Any = None
         """The ``SubGraphs`` that its signatures call, if they call any."""
+        self.warm_up: Callable[[], int] | None = None
+        """Has it answer what it is likely to be asked, before requests come."""
 
     def is_newer(self, mark: Mark) -> bool | None:
         """Whether what was pushed with a mark is newer than what the export has; None where nobody knows."""

@@ -42,6 +42,7 @@ from shoal.serving.server.answering import Answerer, Traffic
 from shoal.serving.server.front.lanes import LaneRunners
 from shoal.serving.server.front.server import NativeServer, chosen_front
 from shoal.serving.server.loading import LoadedModels, check_base_path
+from shoal.serving.server.net.placement import Placement
 from shoal.serving.server.noting import Noting, Request
 from shoal.serving.server.servable import Tensors
 from shoal.serving.status import Code, StatusError, invalid_argument
@@ -53,6 +54,7 @@ PREDICTION = "tensorflow.serving.PredictionService"
 MODELS = "tensorflow.serving.ModelService"
 OPEN_SECS = 30.0
 READY_SECS = 0.5
+GPU_REQUESTS = 8  # that are worth a batch while a GPU is busy with another one: it is read and answered meanwhile
 PREDICT_SECS = 30.0  # of a request that came over REST, as TF-Serving has it
 PUBLISHING = frozenset((HELLO, WEIGHTS, COMMIT))
 MAX_DETAILS = 2000  # characters of an error; gRPC sends them as a header, which is bounded
@@ -71,7 +73,7 @@ class ModelServer(LoadedModels):
             served from already.
         max_message_bytes: larger requests are refused before they are read; the tensors of a request may take as many
             bytes when they are decoded, all together, or it is refused before memory is taken for them.
-        max_batch_rows: rows that micro-batching joins at most; 1 turns it off.
+        max_batch_rows: rows that micro-batching joins at most; 1 turns it off, 0 = 1,024, on a GPU 8,192.
         workers: threads for what does not run on the event loop: pushes, calls of other servers, long batches.
         front: what speaks gRPC: ``native``, ``python``, or ``auto``, which is native where that was built.
         max_waiting: requests of one model that may wait; further ones are refused with RESOURCE_EXHAUSTED.
@@ -80,6 +82,8 @@ class ModelServer(LoadedModels):
         rate_limit: requests per second of each caller (a token's or certificate's name, else an IP address); further
             ones are refused with RESOURCE_EXHAUSTED. 0: as many as they like.
         rate_limits: caller -> the same for that caller.
+        device: where rows and nets of exports are: ``cpu``, ``cuda`` or ``cuda:N``.
+        precision: ``fp32``, or ``bf16`` for products of matrices in bfloat16.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class ModelServer(LoadedModels):
         security: ServerSecurity | None = None,
         model_root: str | Path | None = None,
         max_message_bytes: int = PUSH_MESSAGE_BYTES,
-        max_batch_rows: int = 1024,
+        max_batch_rows: int = 0,
         workers: int = 96,
         front: str = "auto",
         max_waiting: int = MAX_WAITING,
@@ -100,8 +104,11 @@ class ModelServer(LoadedModels):
         access_log: AccessLog | None = None,
         rate_limit: float = 0.0,
         rate_limits: Mapping[str, float] | None = None,
+        device: str = "cpu",
+        precision: str = "fp32",
     ) -> None:
-        super().__init__(model_root)
+        super().__init__(model_root, Placement(device=device, precision=precision, max_batch_rows=max_batch_rows))
+        max_batch_rows = self.placement.batch_rows
         self.poll_wait_seconds = poll_wait_seconds
         self.security = security if security is not None else ServerSecurity()
         self._authenticates = self.security.authenticates
@@ -158,6 +165,8 @@ class ModelServer(LoadedModels):
                 rates=self.rates,
             )  # fmt: skip
             self.admission.watch(server.front)
+            if self.placement.on_gpu:
+                server.front.set_enough(GPU_REQUESTS)
             if self._max_batch_rows > 1:
                 self._lanes = LaneRunners(server.front, self, self.traffic, self._max_batch_rows)
             return server

@@ -153,7 +153,8 @@ def _raw_lookup_signature(view: TableView) -> Signature:
 
     def raw_lookup(inputs: Tensors) -> Tensors:
         _splits(view, inputs["id"], inputs["id_split"], repeats=True)
-        return {"flat_emb": view.table.raw_lookup((inputs["id"], inputs["id_split"]))}
+        given = (inputs["id"].to(view.device), inputs["id_split"])
+        return {"flat_emb": view.table.raw_lookup(given).cpu()}
 
     return Signature(spec, raw_lookup)
 

@@ -22,11 +22,12 @@ from shoal.serving.export.program_file import load_exported
 from shoal.serving.predict import PredictCall
 from shoal.serving.server.batching import Joinable
 from shoal.serving.server.moments import Fresh
-from shoal.serving.server.net.exported import direct_call
+from shoal.serving.server.net.card import Card
 from shoal.serving.server.net.native import NativeNet
+from shoal.serving.server.net.placement import ON_CPU, Placement
 from shoal.serving.server.net.predictor import NativePredictor, ReadFeature
 from shoal.serving.server.net.row_plan import NotNative, Op, PlanBuilder, Value
-from shoal.serving.server.program import Program, source_of
+from shoal.serving.server.program import Program, placed_net, runs_on, source_of
 from shoal.serving.server.servable import Signature, TableView, Tensors, dtype_of
 from shoal.serving.status import invalid_argument
 from shoal.serving.tensors import MAX_TENSOR_BYTES, TensorHead
@@ -103,8 +104,9 @@ class TrainedProgram(Program):
         *,
         ragged: bool,
         log_odds: float = 0.0,
+        card: Card | None = None,
     ) -> None:
-        super().__init__(net, {}, list(OUTPUTS), lambda wanted, fresh: {})
+        super().__init__(net, {}, list(OUTPUTS), lambda wanted, fresh: {}, card)
         self._log_odds = log_odds
         self._names, self._tables, self._pooling, self._ragged = names, dict(tables), dict(pooling), ragged
         self._rows = self._module(self._tables)
@@ -114,35 +116,41 @@ class TrainedProgram(Program):
 
     def __call__(self, inputs: Tensors) -> Tensors:
         batch: MadeInputs = inputs[BATCH]
-        dense, rows = self._names
+        if self._card is not None:
+            return self._card.run(lambda: self._logits(batch))
         with torch.inference_mode():
-            moment = self.moments.enter()
-            try:
-                found = self._fresh_rows(batch, moment.fresh) if moment.fresh else self._rows(batch)
-            finally:
-                moment.readers.pop()
-            logit = moment.net(**{dense: batch.made.dense, rows: found})
-            if self._log_odds:
-                logit = logit + self._log_odds
-            return dict(zip(OUTPUTS, (logit, logit.sigmoid()), strict=True))
+            return self._logits(batch)
+
+    def _logits(self, batch: MadeInputs) -> Tensors:
+        dense, rows = self._names
+        moment = self.moments.enter()
+        try:
+            found = self._fresh_rows(batch, moment.fresh) if moment.fresh else self._rows(batch)
+        finally:
+            moment.readers.pop()
+        logit = moment.net(**{dense: batch.made.dense.to(found.device, non_blocking=True), rows: found})
+        if self._log_odds:
+            logit = logit + self._log_odds
+        return dict(zip(OUTPUTS, (logit, logit.sigmoid()), strict=True))
 
     def _fresh_rows(self, batch: MadeInputs, fresh: Mapping[tuple[str, int], Fresh]) -> torch.Tensor:
         """The rows of a batch as they will be when what was pushed last has been written."""
-        if self._rows.single is None:
-            return self._module(self._overlaid(batch, fresh))(batch)
-        ((name, table),) = self._tables.items()
-        ids = batch.ids.reshape(-1)
+        ((name, table), *others) = self._tables.items()
+        if self._rows.single is None or others:
+            rows = self._module(self._overlaid(batch, fresh))(batch)
+            return rows if self._card is None else rows.to(self._card.device)
+        ids = batch.ids.reshape(-1).to(table.device)
         rows = table.lookup(ids)
         if (name, 0) in fresh:
             fresh[name, 0].onto(ids, rows)
         return rows.view(*batch.ids.shape, table.dim_size)
 
     def _overlaid(self, batch: MadeInputs, fresh: Mapping[tuple[str, int], Fresh]) -> dict[str, HashTable]:
-        """Tables of the batch's rows as they will be when what was pushed last has been written."""
+        """Tables in host memory: the batch's rows as they will be when what was pushed last has been written."""
         ids = batch.ids.reshape(-1).unique()
         tables = {}
         for name, table in self._tables.items():
-            rows = table.lookup(ids)
+            rows = table.lookup(ids.to(table.device)).cpu()
             if (name, 0) in fresh:
                 fresh[name, 0].onto(ids, rows)
             tables[name] = HashTable(table.dim_size, optimizer=Sgd(), initializer="zeros", name=name)
@@ -157,6 +165,8 @@ class FeatureSignature(Signature):
     maker: InputMaker | None = None
     reader: Any = None
     """Reads requests together; None: each is read alone."""
+    pins: bool = False
+    """Whether inputs are made in memory that a GPU fetches them from."""
 
     def __post_init__(self) -> None:
         self.reader = None if self.maker is None else request_reader(self.maker, self.spec.inputs)
@@ -223,14 +233,14 @@ class FeatureSignature(Signature):
             return None
         assert self.maker is not None
         made = self.reader.read([call.data for call in calls])
-        return {BATCH: MadeInputs(made_inputs(made, self.maker))}, made.rows
+        return {BATCH: MadeInputs(made_inputs(made, self.maker, pin=self.pins))}, made.rows
 
 
-def made_inputs(made: Any, maker: InputMaker) -> Inputs:
-    """What a native reader has read, as tensors."""
+def made_inputs(made: Any, maker: InputMaker, *, pin: bool = False) -> Inputs:
+    """What a native reader has read, as tensors; pinned, for a GPU to fetch them."""
     schema, total = maker.schema, made.total
-    dense = torch.empty(total, len(schema.dense), device="cpu")
-    ids = torch.empty(made.ids, dtype=torch.int64, device="cpu")
+    dense = torch.empty(total, len(schema.dense), device="cpu", pin_memory=pin)
+    ids = torch.empty(made.ids, dtype=torch.int64, device="cpu", pin_memory=pin)
     offsets = None
     if maker.rules.listed:
         offsets = torch.empty(made.lengths + 1, dtype=torch.int64, device="cpu")
@@ -297,7 +307,7 @@ def _column(value: Any, lengths: Any, alias: str) -> Any:
 
 
 def load_trained(
-    directory: Path, manifest: Any, views: Mapping[str, TableView]
+    directory: Path, manifest: Any, views: Mapping[str, TableView], placement: Placement = ON_CPU
 ) -> tuple[dict[str, Signature], None, TrainedProgram]:
     """The signatures of an export of `shoal train`, one of raw values and one of ids; and its program."""
     features = ServedFeatures.read(manifest.features, directory)
@@ -312,15 +322,21 @@ def load_trained(
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{directory}: the manifest's program is broken: {error!r}") from None
     exported = load_exported(file)
+    net, card = placed_net(exported, placement, graphs=all(bool(spec.row_wise) for spec in specs.values()))
     program = TrainedProgram(
-        direct_call(exported), (dense, rows), tables, features.pooling, ragged=makers[IDS].rules.listed,
-        log_odds=features.schema.log_odds,
+        net, (dense, rows), tables, features.pooling, ragged=makers[IDS].rules.listed,
+        log_odds=features.schema.log_odds, card=card,
     )  # fmt: skip
+    program.runs = runs_on(placement)
     signatures = {
-        name: FeatureSignature(specs[name], program, batch=bool(specs[name].row_wise), samples=True, maker=maker)
+        name: FeatureSignature(
+            specs[name], program, batch=bool(specs[name].row_wise), samples=True, maker=maker,
+            pins=placement.torch_device.type == "cuda",
+        )
         for name, maker in makers.items()
-    }
-    _add_native(exported, program, signatures, (dense, rows), features, views)
+    }  # fmt: skip
+    if placement.native:
+        _add_native(exported, program, signatures, (dense, rows), features, views)
     return dict(signatures), None, program
 
 
@@ -352,5 +368,7 @@ def _add_native(
                 native = NativePredictor(net, sources, read, OUTPUTS, reader=signature.reader, numbers=names[0])
                 signature.native = native
                 program.moments.followers.append(native.prepare)
+        program.runs = "native"
     except NotNative as error:
-        log.info("batches go through Python, since %s", error)
+        program.runs = f"torch, since {error}"
+        log.info("the net is run by %s", program.runs)

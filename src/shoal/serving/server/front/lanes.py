@@ -212,7 +212,7 @@ class LaneRunners:
             if signature.reader is None or signature.maker is None:
                 return None
             made = batch.read(signature.reader)
-            return {BATCH: MadeInputs(made_inputs(made, signature.maker))} if made.total else None
+            return {BATCH: MadeInputs(made_inputs(made, signature.maker, pin=signature.pins))} if made.total else None
         if not batch.plan():
             return None
         inputs: Tensors = {}

@@ -99,7 +99,11 @@ class DirectNet:
         self.steps = [(alias_of[name], None) if given else (None, bound[name]) for name, given in self._places]
 
     def __call__(self, **inputs: torch.Tensor) -> Any:
-        return self.named(self._run(*[value if name is None else inputs[name] for name, value in self.steps]))
+        return self.named(self.results(inputs))
+
+    def results(self, inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What the graph gives, one behind the other."""
+        return self._run(*[value if name is None else inputs[name] for name, value in self.steps])
 
     def named(self, results: Sequence[torch.Tensor]) -> Any:
         """What the graph gives in the form that the net returned it."""

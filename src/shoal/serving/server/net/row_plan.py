@@ -214,7 +214,10 @@ class PlanBuilder:
             )
             for step in self._steps
         ]  # fmt: skip
-        return _core.RowPlan(floats, count, len(outputs), self._sizes, steps)
+        try:
+            return _core.RowPlan(floats, count, len(outputs), self._sizes, steps)
+        except ValueError as error:
+            raise NotNative(str(error)) from None
 
     @staticmethod
     def _native(view: Value | None, places: dict[int, int]) -> Any:

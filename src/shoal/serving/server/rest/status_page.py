@@ -35,6 +35,7 @@ def snapshot(server: Any) -> dict[str, Any]:
                 "serves": current.number if current is not None else None,
                 "step": servable.step if servable is not None else None,
                 "age_s": now - servable.fresh_at if servable is not None and servable.fresh_at else None,
+                "net": getattr(servable.program, "runs", None) if servable is not None else None,
             }
         )
         for view in list(servable.tables.values()) if servable is not None else ():
@@ -147,7 +148,8 @@ class ShownServer(Shown):
                 chart("rows", {"rows": "rows"}),
             ],
             tables=[
-                table("Models", ["model", ("version", "n"), "state", ("step", "n"), ("age", "s"), "signatures"], [
+                table("Models", ["model", ("version", "n"), "state", ("step", "n"), ("age", "s"), "net",
+                                 "signatures"], [
                     [model["name"], str(each["version"]), _state(each), *_if_served(model, each)]
                     for model in models for each in model["versions"]
                 ]),
@@ -178,10 +180,10 @@ def _state(version: dict[str, Any]) -> Part:
 
 
 def _if_served(model: dict[str, Any], version: dict[str, Any]) -> list[Any]:
-    """Step, age and signatures of the version that is served; what is wrong with another one."""
+    """Step, age, what runs the net, and signatures of the version that is served; what is wrong with another one."""
     if version["version"] != model["serves"]:
-        return [None, None, version["error"]]
-    return [model["step"], model["age_s"], ", ".join(model["signatures"])]
+        return [None, None, None, version["error"]]
+    return [model["step"], model["age_s"], model["net"], ", ".join(model["signatures"])]
 
 
 def _worst(rows: list[dict[str, Any]], key: str) -> Any:

@@ -1,0 +1,192 @@
+"""Nets on a GPU: batches are enqueued one after the other, the net of a batch as one CUDA graph by its size."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export.passes import move_to_device_pass
+from torch.utils import _pytree as pytree
+
+from shoal.serving.server.net.exported import DirectNet, ModuleNet, direct_call
+from shoal.serving.server.net.placement import Placement
+from shoal.serving.server.servable import Tensors
+
+log = logging.getLogger(__name__)
+
+
+class Card:
+    """The device that batches of a program run on.
+
+    Work of all batches is enqueued on one stream, so that each sees the writes that were enqueued before it, and what a
+    graph gives is read before the graph runs again. Threads wait for their own batch only.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._lock = threading.Lock()
+
+    def bring(self, tensors: Tensors) -> Tensors:
+        """Host tensors on the device; copies of those that are pinned do not hold up the caller."""
+        return {name: value.to(self.device, non_blocking=True) for name, value in tensors.items()}
+
+    def run(self, compute: Callable[[], Tensors]) -> Tensors:
+        """What ``compute`` gives, in host memory."""
+        if self.device.type != "cuda":
+            with self._lock, torch.inference_mode():
+                return {alias: value.clone() for alias, value in compute().items()}
+        with torch.cuda.device(self.device), torch.inference_mode():
+            done = torch.cuda.Event(blocking=True)
+            with self._lock:
+                home = {alias: self._home(value) for alias, value in compute().items()}
+                done.record()
+            done.synchronize()
+        return home
+
+    def _home(self, value: torch.Tensor) -> torch.Tensor:
+        if value.device.type == "cpu":
+            return value
+        into = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+        return into.copy_(value, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """The net for one number of rows, with its own inputs and outputs."""
+
+    graph: Any
+    inputs: dict[str, torch.Tensor]
+    results: tuple[torch.Tensor, ...]
+
+
+class CardNet:
+    """An exported program on a device, in the precision of the placement; called with keywords, as others are.
+
+    A batch is filled up to the next power of two, up to ``placement.batch_rows``, and replayed as a CUDA graph. Results
+    of a graph are good until the next call. Programs whose rows are not independent, and inputs with further sizes that
+    vary, are run without graphs.
+
+    Args:
+        exported: the program; it is moved to the device.
+        graphs: whether rows are independent.
+    """
+
+    def __init__(self, exported: torch.export.ExportedProgram, placement: Placement, *, graphs: bool) -> None:
+        self.weights: Mapping[str, torch.Tensor] = dict(exported.state_dict)
+        """In host memory."""
+        self.device = placement.torch_device
+        self._placement = placement
+        if self.device.type != "cpu":
+            move_to_device_pass(exported, str(self.device))
+            exported.graph_module.recompile()
+        self._net: DirectNet | ModuleNet = direct_call(exported)
+        fixed = isinstance(self._net, DirectNet) and all(
+            isinstance(size, int)
+            for node in exported.graph.nodes
+            if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
+            for size in node.meta["val"].shape[1:]
+        )
+        self._graphs: dict[int, _Graph] | None = {} if graphs and fixed and self.device.type == "cuda" else None
+        self._capturing = threading.Lock()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of rows that there is a graph for."""
+        return sorted(self._graphs or ())
+
+    def with_weights(self, weights: Mapping[str, torch.Tensor]) -> CardNet:
+        """The same net with all of its weights replaced, and graphs for the same sizes; this one stays as it is."""
+        other = copy.copy(self)
+        other.weights = dict(weights)
+        other._net = self._net.with_weights({name: value.to(self.device) for name, value in weights.items()})
+        if self._graphs is not None:
+            other._graphs = {}
+            for rows, graph in sorted(self._graphs.items()):
+                other._capture(rows, graph.inputs)
+        return other
+
+    def __call__(self, **inputs: torch.Tensor) -> Any:
+        graph = self._graph_for(inputs) if self._graphs is not None else None
+        if graph is None:
+            return self._run(inputs)
+        rows = next(iter(inputs.values())).shape[0]
+        for name, value in inputs.items():
+            graph.inputs[name][:rows].copy_(value)
+        graph.graph.replay()
+        assert isinstance(self._net, DirectNet)
+        return self._net.named([value[:rows] for value in graph.results])
+
+    def _run(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+        return self._net.named(self._results(inputs)) if isinstance(self._net, DirectNet) else self._cast(inputs)
+
+    def _cast(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+        with self._precision():
+            found = self._net(**inputs)
+        return pytree.tree_map_only(torch.Tensor, _wide, found)
+
+    def _results(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        assert isinstance(self._net, DirectNet)
+        with self._precision():
+            return tuple(map(_wide, self._net.results(inputs)))
+
+    def _precision(self) -> Any:
+        if self._placement.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+
+    # --- graphs -----------------------------------------------------------------------------------------------------
+
+    def _graph_for(self, inputs: Mapping[str, torch.Tensor]) -> _Graph | None:
+        rows = next(iter(inputs.values())).shape[0] if inputs else 0
+        if not 0 < rows <= self._placement.batch_rows or any(value.shape[0] != rows for value in inputs.values()):
+            return None
+        size = min(1 << (rows - 1).bit_length(), self._placement.batch_rows)
+        assert self._graphs is not None
+        return self._graphs.get(size) or self._capture(size, inputs)
+
+    def _capture(self, rows: int, like: Mapping[str, torch.Tensor]) -> _Graph | None:
+        """A graph for so many rows; None, and none ever after, where the net cannot be captured."""
+        assert self._graphs is not None
+        given = {
+            name: torch.zeros(rows, *one.shape[1:], dtype=one.dtype, device=self.device) for name, one in like.items()
+        }
+        try:
+            with self._capturing, torch.cuda.device(self.device), torch.inference_mode():
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    for _ in range(2):  # what is made at a first call is not part of the graph
+                        self._results(given)
+                    side.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    graph.capture_begin(capture_error_mode="thread_local")  # others may allocate meanwhile
+                    try:
+                        results = self._results(given)
+                    finally:
+                        graph.capture_end()
+                if any(value.ndim == 0 or value.shape[0] != rows for value in results):
+                    raise RuntimeError("its outputs do not have a row per sample")
+        except RuntimeError as error:
+            log.warning("the net is run without CUDA graphs, since it cannot be captured: %s", error)
+            self._graphs = None
+            return None
+        made = self._graphs[rows] = _Graph(graph, given, results)
+        return made
+
+    def warm(self) -> None:
+        """Captures all sizes, if it has been called before."""
+        most = self._placement.batch_rows
+        like = next(iter(self._graphs.values()), None) if self._graphs is not None else None
+        for rows in sorted({most, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)}):
+            if like is not None and self._graphs is not None and rows not in self._graphs:
+                self._capture(rows, like.inputs)
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.dtype == torch.bfloat16 else value
