@@ -10,9 +10,61 @@
 namespace shoal::SHOAL_ISA {
 namespace {
 
-// What is computed of W columns is a vector of the compiler's: of an array GCC 12 keeps parts in memory.
+// Floats of the widest register. GCC 12 keeps wider vectors in memory, and arrays of them, too.
+#if defined(__AVX512F__)
+constexpr int kRegister = 16;
+#elif defined(__AVX2__)
+constexpr int kRegister = 8;
+#else
+constexpr int kRegister = 4;
+#endif
+
+// W columns of a row, in registers.
 template <int W>
-using Vector [[gnu::vector_size(4 * W)]] = float;
+struct Columns {
+  static constexpr int kFirst = W < kRegister ? W : kRegister;
+  using Vector [[gnu::vector_size(4 * kFirst)]] = float;
+  Vector first;
+  Columns<W - kFirst> rest;
+
+  static Columns zeros() { return {Vector{}, Columns<W - kFirst>::zeros()}; }
+  static Columns of(const float* from) {
+    Columns made;
+    std::memcpy(&made.first, from, sizeof first);
+    made.rest = Columns<W - kFirst>::of(from + kFirst);
+    return made;
+  }
+  void to(float* out) const {
+    std::memcpy(out, &first, sizeof first);
+    rest.to(out + kFirst);
+  }
+  void operator*=(float factor) {
+    first *= factor;
+    rest *= factor;
+  }
+  void add(const Columns& other) {
+    first += other.first;
+    rest.add(other.rest);
+  }
+  void add(const Columns& other, float factor) {
+    first += factor * other.first;
+    rest.add(other.rest, factor);
+  }
+  void raise(const Columns& other) {  // NaN is larger than all others
+    first = (other.first > first) | (other.first != other.first) ? other.first : first;
+    rest.raise(other.rest);
+  }
+};
+template <>
+struct Columns<0> {
+  static Columns zeros() { return {}; }
+  static Columns of(const float*) { return {}; }
+  void to(float*) const {}
+  void operator*=(float) {}
+  void add(const Columns&) {}
+  void add(const Columns&, float) {}
+  void raise(const Columns&) {}
+};
 
 // some.operator()<W>(c) for columns [c, c + W) until there are `dim`. kDim: the dim, or 0 for any.
 template <int kDim, class Some>
@@ -32,31 +84,37 @@ inline void in_columns(int64_t dim, Some some) {
 template <int W, bool kWeighted>
 inline void sum_columns(const float* const* rows, int64_t c, const float* weights, int64_t n, bool fresh, float scale,
                         float* out) {
-  Vector<W> sum{}, row;
-  if (!fresh) std::memcpy(&sum, out + c, sizeof sum);
+  auto sum = fresh ? Columns<W>::zeros() : Columns<W>::of(out + c);
   for (int64_t i = 0; i < n; ++i) {
     if (!rows[i]) continue;
-    std::memcpy(&row, rows[i] + c, sizeof row);
-    sum += kWeighted ? weights[i] * row : row;
+    const auto row = Columns<W>::of(rows[i] + c);
+    if (kWeighted) {
+      sum.add(row, weights[i]);
+    } else {
+      sum.add(row);
+    }
   }
   sum *= scale;
-  std::memcpy(out + c, &sum, sizeof sum);
+  sum.to(out + c);
 }
 
-// Columns [c, c + W) of out = the largest of what is there and of n rows; NaN is larger than all others. The first row
-// that is not null takes the place of what is there if that is `fresh`.
+// Columns [c, c + W) of out = the largest of what is there and of n rows. The first row that is not null takes the
+// place of what is there if that is `fresh`.
 template <int W, bool kWeighted>
 inline void max_columns(const float* const* rows, int64_t c, const float* weights, int64_t n, bool fresh, float* out) {
-  Vector<W> best{}, row;
-  if (!fresh) std::memcpy(&best, out + c, sizeof best);
+  auto best = fresh ? Columns<W>::zeros() : Columns<W>::of(out + c);
   for (int64_t i = 0; i < n; ++i) {
     if (!rows[i]) continue;
-    std::memcpy(&row, rows[i] + c, sizeof row);
+    auto row = Columns<W>::of(rows[i] + c);
     if (kWeighted) row *= weights[i];
-    best = fresh ? row : ((row > best) | (row != row) ? row : best);
+    if (fresh) {
+      best = row;
+    } else {
+      best.raise(row);
+    }
     fresh = false;
   }
-  std::memcpy(out + c, &best, sizeof best);
+  best.to(out + c);
 }
 
 // Which of up to 8 columns of factor * row equal those of best.

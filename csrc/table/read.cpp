@@ -32,15 +32,16 @@ void find_rounds(const Contents& contents, const int64_t* ids, int64_t n, int32_
   auto count = [&](int64_t round) { return std::min(size, n - round * size); };
   const Homes homes{kStripesOfCells.of_cell, reinterpret_cast<const char*>(&contents.stripes[0].index),
                     sizeof(contents.stripes[0])};
+  const RowPlaces rows = contents.rows.places();
   if (n >= 256)  // a reader may come from other tables
     for (const auto& stripe : contents.stripes) __builtin_prefetch(&stripe.index);
   Round ring[4];
   for (int64_t step = 0; step < rounds + 3; ++step) {
     if (int64_t r = step - 3; r >= 0) finish(first(r), count(r), ring[r % 4].row, ring[r % 4].unknown);
     if (int64_t r = step - 1; r >= 0 && r < rounds)
-      SHOAL_DISPATCH(probe_round)(homes, contents.rows, ids + first(r), count(r), row_bytes, ring[r % 4]);
+      SHOAL_DISPATCH(probe_round)(homes, rows, ids + first(r), count(r), row_bytes, ring[r % 4]);
     if (int64_t r = step - 2; r >= 0 && r < rounds)
-      SHOAL_DISPATCH(resolve_round)(homes, contents.rows, ids + first(r), row_bytes, ring[r % 4]);
+      SHOAL_DISPATCH(resolve_round)(homes, rows, ids + first(r), row_bytes, ring[r % 4]);
     if (step < rounds) SHOAL_DISPATCH(start_round)(homes, ids + first(step), count(step), ring[step % 4]);
   }
 }
@@ -79,6 +80,8 @@ void Table::read(const int64_t* ids, int64_t n, Missing missing, const int64_t* 
                   const float* read[kRound];
                   if (!plain_ || padding || (unknown && missing != Missing::none)) {
                     const int64_t* asked = ids + at + first;
+                    int64_t made[kRound], makes = 0;  // ids whose initial rows are wanted,
+                    float* to[kRound];                // and where
                     for (int64_t i = 0; i < count; ++i) {
                       read[i] = rows[i];
                       if (padding && asked[i] == *padding) {
@@ -90,7 +93,8 @@ void Table::read(const int64_t* ids, int64_t n, Missing missing, const int64_t* 
                       } else if (missing == Missing::initial) {
                         read[i] = place(i);
                         if (plain_) {
-                          fresh_weights(asked[i], place(i));
+                          made[makes] = asked[i];
+                          to[makes++] = place(i);
                         } else {
                           fresh.resize(static_cast<size_t>(layout_.stride));
                           fresh_row(asked[i], fresh.data());
@@ -101,6 +105,7 @@ void Table::read(const int64_t* ids, int64_t n, Missing missing, const int64_t* 
                         read[i] = place(i);
                       }
                     }
+                    if (makes) fresh_weights(made, makes, to);
                     rows = read;
                   }
                   use(at + first, count, rows);

@@ -8,7 +8,7 @@
 namespace shoal {
 
 struct Bucket;
-class RowArena;
+struct RowPlaces;
 
 constexpr int kRound = 64;  // ids that go through a stage of reading together
 
@@ -34,10 +34,10 @@ SHOAL_PER_ISA(
     void start_round(const Homes& homes, const int64_t* ids, int64_t n, Round& round);
     // Looks into the home buckets and asks for so many bytes of the rows, and for the bucket behind the home of an id
     // that is not there.
-    void probe_round(const Homes& homes, const RowArena& rows, const int64_t* ids, int64_t n, int32_t row_bytes,
+    void probe_round(const Homes& homes, const RowPlaces& rows, const int64_t* ids, int64_t n, int32_t row_bytes,
                      Round& round);
     // Probes on for the ids that were not at home.
-    void resolve_round(const Homes& homes, const RowArena& rows, const int64_t* ids, int32_t row_bytes, Round& round);
+    void resolve_round(const Homes& homes, const RowPlaces& rows, const int64_t* ids, int32_t row_bytes, Round& round);
     // Rows of dim floats, one behind the other; a null row is zeros. With `stream` past the cache: out is aligned to 16
     // bytes then, and a fence has to follow.
     void copy_rows(const float* const* rows, int64_t n, int64_t dim, bool stream, float* out);)

@@ -92,8 +92,9 @@ void start_round(const Homes& homes, const int64_t* ids, int64_t n, Round& round
   }
 }
 
-void probe_round(const Homes& homes, const RowArena& rows, const int64_t* ids, int64_t n, int32_t row_bytes,
+void probe_round(const Homes& homes, const RowPlaces& given, const int64_t* ids, int64_t n, int32_t row_bytes,
                  Round& round) {
+  const RowPlaces rows = given;
   int64_t opens = 0;
   const bool one_line = rows.in_one_line(row_bytes);
   for (int64_t i = 0; i < n; ++i) {
@@ -117,7 +118,7 @@ void probe_round(const Homes& homes, const RowArena& rows, const int64_t* ids, i
   round.unknown = opens - round.opens;
 }
 
-void resolve_round(const Homes& homes, const RowArena& rows, const int64_t* ids, int32_t row_bytes, Round& round) {
+void resolve_round(const Homes& homes, const RowPlaces& rows, const int64_t* ids, int32_t row_bytes, Round& round) {
   const bool one_line = rows.in_one_line(row_bytes);
   for (int64_t k = 0; k < round.opens; ++k) {
     const uint8_t i = round.open[k];

@@ -212,7 +212,8 @@ class Table {
 
   void read_row(const char* row, float* out) const;
   void fresh_row(int64_t id, char* row) const;
-  void fresh_weights(int64_t id, float* weights) const;  // of a row for training
+  void fresh_state(char* row) const;
+  void fresh_weights(const int64_t* ids, int64_t n, float* const* weights) const;  // of rows for training
   void step_row(const Write& write, char* row, const float* grads, uint64_t noise, float* scratch) const;
   void write(Write write);
   void begin(Write& write);

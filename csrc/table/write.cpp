@@ -24,16 +24,18 @@ void Table::fresh_row(int64_t id, char* row) const {
     std::vector<float> zeros(static_cast<size_t>(layout_.dim), 0.0f);
     return encode_row(layout_, zeros.data(), row);
   }
-  fresh_weights(id, reinterpret_cast<float*>(row));
-  for (const Segment& s : layout_.segments) init_state(s, row + s.state);
+  auto* weights = reinterpret_cast<float*>(row);
+  fresh_weights(&id, 1, &weights);
+  fresh_state(row);
 }
 
-void Table::fresh_weights(int64_t id, float* weights) const {
-  const uint64_t noise = seed_ ^ hash_id(static_cast<uint64_t>(id));
-  for (size_t i = 0; i < layout_.segments.size(); ++i) {
-    const Segment& s = layout_.segments[i];
-    SHOAL_DISPATCH(init_weights)(s, static_cast<int32_t>(i), noise, weights + s.weight);
-  }
+void Table::fresh_state(char* row) const {
+  std::memcpy(row + 4 * static_cast<size_t>(layout_.dim), layout_.fresh_state.data(), layout_.fresh_state.size());
+}
+
+void Table::fresh_weights(const int64_t* ids, int64_t n, float* const* weights) const {
+  for (size_t i = 0; i < layout_.segments.size(); ++i)
+    SHOAL_DISPATCH(init_weights)(layout_.segments[i], static_cast<int32_t>(i), seed_, ids, n, weights);
 }
 
 void Table::step_row(const Write& write, char* row, const float* grads, uint64_t noise, float* scratch) const {
@@ -139,9 +141,7 @@ void Table::write_row(const Write& write, int64_t position, char* row, bool crea
     return;
   }
   if constexpr (kKind == Kind::assign) {
-    if (created)
-      for (const Segment& s : layout_.segments)
-        if (s.state_bytes) init_state(s, row + s.state);
+    if (created) fresh_state(row);
   } else if (created || kKind == Kind::reinitialize) {
     fresh_row(write.ids[position], row);
   }

@@ -3,6 +3,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "table/rows/optimizers.h"
+
 namespace shoal {
 
 int32_t state_bytes(Opt opt, int32_t d) {
@@ -49,6 +51,9 @@ Layout::Layout(std::vector<Segment> list, bool serving, bool skip_zero)
   dim = static_cast<int32_t>(floats);
   row_bytes = static_cast<int32_t>(serving ? codes : 4 * floats + states);
   stride = (row_bytes + 3) & ~3;
+  if (serving) return;
+  fresh_state.resize(static_cast<size_t>(states));
+  for (const auto& s : segments) init_state(s, fresh_state.data() + (s.state - 4 * floats));
 }
 
 }  // namespace shoal

@@ -53,10 +53,11 @@ struct Layout {
 
   std::vector<Segment> segments;
   bool serving;
-  bool skip_zero;         // serving: an all-zero vector is not stored
-  int32_t dim = 0;        // floats of one embedding
-  int32_t row_bytes = 0;  // what a row holds
-  int32_t stride = 0;     // what a row takes in memory: row_bytes rounded up to a multiple of 4
+  bool skip_zero;                 // serving: an all-zero vector is not stored
+  int32_t dim = 0;                // floats of one embedding
+  int32_t row_bytes = 0;          // what a row holds
+  int32_t stride = 0;             // what a row takes in memory: row_bytes rounded up to a multiple of 4
+  std::vector<char> fresh_state;  // of a training row: what follows its weights before any gradient
 };
 
 int32_t state_bytes(Opt opt, int32_t dim);

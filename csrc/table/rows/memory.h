@@ -11,6 +11,21 @@
 
 namespace shoal {
 
+// Where rows are, for loops that look up many: the compiler cannot know that what they write leaves the arena alone.
+struct RowPlaces {
+  const std::atomic<char*>* slabs;
+  size_t stride;
+  int shift;
+  uint32_t mask;
+  [[gnu::always_inline]] char* row(uint32_t number) const {
+    return slabs[number >> shift].load(std::memory_order_relaxed) + (number & mask) * stride;
+  }
+  // Whether the first so many bytes of every row are in one cache line.
+  [[gnu::always_inline]] bool in_one_line(int32_t bytes) const {
+    return bytes <= 64 && (stride % 64 == 0 || 64 % stride == 0);
+  }
+};
+
 // Rows by number: they never move, and a number that was given back is reused by its stripe.
 class RowArena {
  public:
@@ -21,13 +36,8 @@ class RowArena {
   RowArena(const RowArena&) = delete;
   RowArena& operator=(const RowArena&) = delete;
 
-  [[gnu::always_inline]] char* row(uint32_t number) const {
-    return slabs_[number >> shift_].load(std::memory_order_relaxed) + size_t(number & mask_) * stride_;
-  }
-  // Whether the first so many bytes of every row are in one cache line.
-  [[gnu::always_inline]] bool in_one_line(int32_t bytes) const {
-    return bytes <= 64 && (stride_ % 64 == 0 || 64 % stride_ == 0);
-  }
+  [[gnu::always_inline]] RowPlaces places() const { return {slabs_, static_cast<size_t>(stride_), shift_, mask_}; }
+  [[gnu::always_inline]] char* row(uint32_t number) const { return places().row(number); }
   // The first of `count` fresh consecutive rows; they may lie in two slabs. 0: the budget does not allow it.
   uint32_t allocate(uint32_t count);
   int64_t bytes() const;

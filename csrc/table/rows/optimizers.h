@@ -21,7 +21,9 @@ SHOAL_PER_ISA(
     // Serving rows.
     void encode_segment(const Segment& s, const float* w, char* code);
     void decode_segment(const Segment& s, const char* code, float* out);
-    void init_weights(const Segment& s, int32_t index, uint64_t noise, float* w);
+    // What the initializer of a table's segment, and seed, give n ids; rows[k] is the whole embedding of ids[k].
+    void init_weights(const Segment& s, int32_t index, uint64_t seed, const int64_t* ids, int64_t n,
+                      float* const* rows);
     bool all_finite(const float* x, int64_t n); void add(const float* x, int64_t n, float* sum);)
 
 // The state of a fresh row.

@@ -295,10 +295,40 @@ float from_half(uint16_t h) {
 #endif
 }
 
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ULL;
+
 // Uniform in [0, 1) with 24 bits.
-float uniform(uint64_t noise, uint32_t i) {
-  return static_cast<float>(hash_id(noise + i * 0x9E3779B97F4A7C15ULL) >> 40) * 0x1p-24f;
+float uniform(uint64_t noise, uint32_t i) { return static_cast<float>(hash_id(noise + i * kGolden) >> 40) * 0x1p-24f; }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// a * b of unsigned 64-bit numbers, without the bits that overflow; b_high is b >> 32.
+inline __m256i product(__m256i a, __m256i b, __m256i b_high) {
+  const __m256i cross = _mm256_add_epi64(_mm256_mul_epu32(_mm256_srli_epi64(a, 32), b), _mm256_mul_epu32(a, b_high));
+  return _mm256_add_epi64(_mm256_mul_epu32(a, b), _mm256_slli_epi64(cross, 32));
 }
+
+// The 24 bits that uniform() is made of, of four numbers: those of hash_id() that its last step does not change.
+inline __m256i uniform_bits(__m256i x) {
+  const __m256i factor = _mm256_set1_epi64x(static_cast<int64_t>(0xd6e8feb86659fd93ULL));
+  const __m256i high = _mm256_srli_epi64(factor, 32);
+  x = product(_mm256_xor_si256(x, _mm256_srli_epi64(x, 32)), factor, high);
+  x = product(_mm256_xor_si256(x, _mm256_srli_epi64(x, 32)), factor, high);
+  return _mm256_srli_epi64(x, 40);
+}
+
+// uniform(noise, i) of i, i + 1, ...: GCC leaves the loop in scalar registers where there is no 64-bit product.
+inline __m256 eight_uniforms(uint64_t noise, uint32_t i) {
+  const __m256i first =
+      _mm256_add_epi64(_mm256_set1_epi64x(static_cast<int64_t>(noise + i * kGolden)),
+                       _mm256_setr_epi64x(0, static_cast<int64_t>(kGolden), static_cast<int64_t>(2 * kGolden),
+                                          static_cast<int64_t>(3 * kGolden)));
+  const __m256i low = uniform_bits(first);
+  const __m256i high = uniform_bits(_mm256_add_epi64(first, _mm256_set1_epi64x(static_cast<int64_t>(4 * kGolden))));
+  const __m256 pairs = _mm256_shuffle_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high), 0x88);
+  const __m256i ordered = _mm256_permute4x64_epi64(_mm256_castps_si256(pairs), 0xD8);
+  return _mm256_mul_ps(_mm256_cvtepi32_ps(ordered), _mm256_set1_ps(0x1p-24f));
+}
+#endif
 
 // The largest float that is smaller than a finite x.
 float below(float x) {
@@ -443,27 +473,28 @@ void decode_segment(const Segment& s, const char* code, float* out) {
   }
 }
 
-void init_weights(const Segment& s, int32_t index, uint64_t noise, float* w) {
-  switch (s.init) {
-    case Init::zeros:
-      std::fill_n(w, s.dim, 0.0f);
-      break;
-    case Init::ones:
-      std::fill_n(w, s.dim, 1.0f);
-      break;
-    case Init::constants:
-      std::fill_n(w, s.dim, s.init_low);
-      break;
-    case Init::random_uniform: {
-      const uint64_t stream = hash_id(noise + static_cast<uint64_t>(index) + 1);
-      const float low = s.init_low, width = s.init_high - s.init_low;
-      const float last = width > 0 ? below(s.init_high) : low;
-      const auto first = static_cast<uint32_t>(s.init_column);
-      for (int i = 0; i < s.dim; ++i) {
-        w[i] = std::min(low + uniform(stream, first + static_cast<uint32_t>(i)) * width, last);
-      }
-      break;
+void init_weights(const Segment& s, int32_t index, uint64_t seed, const int64_t* ids, int64_t n, float* const* rows) {
+  if (s.init != Init::random_uniform) {
+    const float value = s.init == Init::zeros ? 0.0f : s.init == Init::ones ? 1.0f : s.init_low;
+    for (int64_t k = 0; k < n; ++k) std::fill_n(rows[k] + s.weight, s.dim, value);
+    return;
+  }
+  const float low = s.init_low, width = s.init_high - s.init_low;
+  const float last = width > 0 ? below(s.init_high) : low;
+  const auto first = static_cast<uint32_t>(s.init_column);
+  const int32_t dim = s.dim, weight = s.weight;
+  for (int64_t k = 0; k < n; ++k) {
+    const uint64_t stream = hash_id((seed ^ hash_id(static_cast<uint64_t>(ids[k]))) + static_cast<uint64_t>(index) + 1);
+    float* w = rows[k] + weight;
+    int i = 0;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    for (; i + 8 <= dim; i += 8) {
+      const __m256 between = _mm256_fmadd_ps(eight_uniforms(stream, first + static_cast<uint32_t>(i)),
+                                             _mm256_set1_ps(width), _mm256_set1_ps(low));
+      _mm256_storeu_ps(w + i, _mm256_min_ps(_mm256_set1_ps(last), between));
     }
+#endif
+    for (; i < dim; ++i) w[i] = std::min(low + uniform(stream, first + static_cast<uint32_t>(i)) * width, last);
   }
 }
 
