@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import shoal
 from benchmarks.harness import machine
-from shoal.nn import EmbeddingBagCollection, HashEmbeddingBag
+from shoal.nn import EmbeddingBagCollection, FirstN, HashEmbeddingBag
 
 Call = Callable[[], Any]
 
@@ -80,15 +80,33 @@ def optimizers(kind: str, rival: nn.Module) -> tuple[Any, Any]:
     return shoal.Adagrad(lr=0.05), torch.optim.Adagrad(rival.parameters(), lr=0.05)
 
 
+class RowsOfBags(nn.Module):
+    """The largest or the first rows of bags of ``length`` ids, as torch has them with sparse gradients."""
+
+    def __init__(self, rows: int, dim: int, length: int, combiner: Any) -> None:
+        super().__init__()
+        self.rows, self.length, self.combiner = nn.Embedding(rows, dim, sparse=True), length, combiner
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        bags = ids.view(-1, self.length)
+        return self.rows(bags).amax(1) if self.combiner == "max" else self.rows(bags[:, : self.combiner.max_seq_length])
+
+
 class Setup:
     """One table, a table per feature and the rival, with the same rows."""
 
-    def __init__(self, args: Any, kind: str, bags: int, length: int, features: int, rows: int, dim: int, skew: float):
+    def __init__(
+        self, args: Any, kind: str, bags: int, length: int, features: int, rows: int, dim: int, skew: float,
+        combiner: Any = "sum",
+    ):  # fmt: skip
         self.device, self.features = args.device, features
         total = features * rows
         make = torch.Generator().manual_seed(0)
         with torch.device(self.device):
-            self.rival = nn.EmbeddingBag(total, dim, mode="sum", include_last_offset=True, sparse=True)
+            if combiner == "sum":
+                self.rival = nn.EmbeddingBag(total, dim, mode="sum", include_last_offset=True, sparse=True)
+            else:
+                self.rival = RowsOfBags(total, dim, length, combiner)
         ours, self.optimizer = optimizers(kind, self.rival)
         options = {"optimizer": ours, "device": self.device, "seed": 0}
         self.one = shoal.HashTable(dim, **options)
@@ -97,8 +115,8 @@ class Setup:
             self.one.lookup(torch.arange(begin, min(begin + (1 << 20), total), device=self.device), insert_missing=True)
         for table in self.many.values():
             table.lookup(torch.arange(rows, device=self.device), insert_missing=True)
-        self.bag = HashEmbeddingBag(self.one).to(self.device)
-        self.collection = EmbeddingBagCollection(self.many).to(self.device)
+        self.bag = HashEmbeddingBag(self.one, combiner=combiner).to(self.device)
+        self.collection = EmbeddingBagCollection(self.many, combiner=combiner).to(self.device)
         n = bags * length
         offsets = torch.arange(0, features * n + 1, length, device=self.device)
         starts = torch.arange(features)[:, None] * rows
@@ -107,8 +125,9 @@ class Setup:
             own = ids_of(features * n, rows, skew, make).view(features, n)
             self.joint.append(((own + starts).view(-1).to(self.device), offsets))
             self.keyed.append(Keyed(list(self.many), own.reshape(-1).to(self.device), offsets))
-        self.grad = torch.randn(features * bags, dim, device=self.device)
-        self.wide = self.grad.view(bags, features * dim).contiguous()
+        with torch.no_grad():
+            self.grad = torch.randn_like(self.rival(*self.joint[0]))
+            self.wide = torch.randn_like(self.collection(self.keyed[0]))
         self._at = 0
 
     def _next(self, batches: list[Any]) -> Any:
@@ -193,6 +212,14 @@ def gpu(args: Any) -> None:
                 line(f"{title}: step as a graph", NAMES, [*graphs, times[2]], 2, "(goal 0.6x)")
             except Exception as error:  # told, and the rest is measured
                 print(f"{title}: no graph: {type(error).__name__}: {error}")
+            del setup
+            torch.cuda.empty_cache()
+    for combiner in ("max", FirstN(3)):
+        if args.only in ("", "combiners"):
+            setup = Setup(args, "adagrad", 8192, 10, 26, rows // 4, 64, 3.0, combiner)
+            names = (*NAMES[:2], "nn.Embedding")
+            line(f"8,192 x 10, {combiner}: forward", names, medians(setup.forwards(), args.repeats, 10, "cuda"), 2)
+            line(f"8,192 x 10, {combiner}: step", names, medians(setup.steps(), args.repeats, 10, "cuda"), 2)
             del setup
             torch.cuda.empty_cache()
     if args.only in ("", "dlrm"):
@@ -354,7 +381,7 @@ def main() -> None:
         "makes of its memory is slower than any later one",
     )
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--only", default="", help="cuda: one of 8192x1, 8192x10, 65536x1, dlrm")
+    parser.add_argument("--only", default="", help="cuda: one of 8192x1, 8192x10, 65536x1, combiners, dlrm")
     parser.add_argument("--batches", type=int, default=8, help="different batches, which take turns")
     args = parser.parse_args()
     print(machine())

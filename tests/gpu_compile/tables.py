@@ -26,7 +26,7 @@ from shoal.table.config.native import OPTIMIZERS
 from shoal.table.cuda import backend, launch, stored
 from shoal.table.cuda.kernels import changed as changed_kernels
 from shoal.table.cuda.kernels import index as index_kernels
-from shoal.table.protocol import MEAN, SUM, Features, Part, Step, groups_of
+from shoal.table.protocol import FIRSTN, MAX, MEAN, SUM, Features, Part, Step, groups_of
 
 
 def compile_only(bound, programs, *arguments):
@@ -100,6 +100,14 @@ for optimizer in ("sgd", "adagrad", "adam"):
             group.update([Part(found, features, out, offsets, weights)], step=Step())
         group.described.wide = True
         group.update([Part(found, features, torch.zeros(64, 6))], step=Step())
+        if (optimizer, tables) not in (("sgd", 1), ("adagrad", 2)):
+            continue
+        every = Features((0, tables - 1, 0), (MAX, FIRSTN, MEAN), (0, 6, 18), 24, 3 if tables == 2 else None, (1, 2, 1))
+        found = group.find(ids, torch.tensor([16, 16, 32]), every, missing="initial")
+        marks, out = torch.zeros(64, 1, dtype=torch.uint8), torch.zeros(2, 24)
+        for weights in (None, torch.ones(64)):
+            group.pooled(found, every, torch.arange(0, 65, 8)[:7], weights, out, missing="initial", marks=marks)
+            group.update([Part(found, every, out, torch.arange(0, 65, 8)[:7], weights, marks)], step=Step())
 rounded = HashTable.from_config(of_segments([(3, uniform, rounded)]), name="first", device="cuda")
 rounded.read(ids, initial=True)
 print(*sorted(offline.COMPILED))

@@ -43,7 +43,7 @@ def steps(module, device):
 
 
 @pytest.mark.parametrize("padding_idx", [None, 3])
-@pytest.mark.parametrize("combiner", ["sum", "mean", "firstn"])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "max", "firstn"])
 def test_a_bag_is_the_same_wherever_its_table_is(combiner, padding_idx):
     def bag(table):
         length = 3 if combiner == "firstn" else None

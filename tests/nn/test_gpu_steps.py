@@ -9,7 +9,7 @@ import torch
 
 import shoal
 from shoal.errors import ConfigError
-from shoal.nn import EmbeddingBagCollection, HashEmbedding, HashEmbeddingBag
+from shoal.nn import EmbeddingBagCollection, FirstN, HashEmbedding, HashEmbeddingBag
 from tests.nn.test_inputs import Keyed
 
 pytestmark = [
@@ -18,6 +18,9 @@ pytestmark = [
 ]
 
 KEYS = ("a", "b", "c")
+MIXED = {"a": "max", "b": FirstN(2), "c": "mean"}
+WIDTHS = {"sum": 12, "mean": 12, "mixed": 16}
+COMBINERS = {"sum": "sum", "mean": "mean", "mixed": MIXED}
 
 
 def make_tables(device="cuda", **options):
@@ -54,12 +57,18 @@ def test_results_and_gradients_stay_on_the_tables_device_without_being_told():
     assert not HashEmbeddingBag(table).cpu()(torch.tensor([[1, 2]])).is_cuda
 
 
-@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn", "max"])
-def test_a_collection_trains_as_on_the_cpu(combiner):
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn", "max", FirstN(2), MIXED], ids=str)
+def test_a_collection_trains_as_on_the_cpu(combiner, padding, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("rows of all ids were asked for")
+
+    monkeypatch.setattr("shoal.table.cuda.groups.fused.FusedGroup.rows", refuse)
     ours, theirs = make_tables(), make_tables("cpu")
-    gpu, cpu = (EmbeddingBagCollection(tables, combiner=combiner) for tables in (ours, theirs))
+    gpu, cpu = (EmbeddingBagCollection(tables, combiner=combiner, padding_idx=padding) for tables in (ours, theirs))
     for seed in range(4):
-        outs = [module(make_batch(seed, device=device)) for module, device in ((gpu, "cuda"), (cpu, "cpu"))]
+        bags = 300 if seed == 3 else 6
+        outs = [module(make_batch(seed, bags, device=device)) for module, device in ((gpu, "cuda"), (cpu, "cpu"))]
         torch.testing.assert_close(outs[0].cpu(), outs[1])
         for out in outs:
             out.square().sum().backward()
@@ -94,15 +103,32 @@ def test_a_step_never_waits_for_the_device(combiner):
             step(batch)
 
 
-def test_a_captured_step_follows_ids_steps_and_times():
+def test_a_huge_bag_beside_small_ones():
+    ours, theirs = make_tables(), make_tables("cpu")
+    gpu, cpu = (EmbeddingBagCollection(tables, combiner=MIXED) for tables in (ours, theirs))
+    lengths = torch.tensor([20_000, 0, 3] * 3)
+    values = torch.arange(60_009) % 977
+    outs = [gpu(Keyed(list(KEYS), values.cuda(), lengths.cuda())), cpu(Keyed(list(KEYS), values, lengths))]
+    torch.testing.assert_close(outs[0].cpu(), outs[1], rtol=1e-4, atol=1e-5)
+    for out in outs:
+        out.square().sum().backward()
+    ids = torch.arange(977)
+    for key in KEYS:
+        torch.testing.assert_close(ours[key].lookup(ids.cuda()).cpu(), theirs[key].lookup(ids), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sum", "mixed"])
+def test_a_captured_step_follows_ids_steps_and_times(kind):
     rate = shoal.table.PolynomialDecay(1.0, 8, 0.0)
-    options = {"optimizer": shoal.Sgd(lr=rate), "initializer": "zeros", "expire_after": "30d"}
+    # Of rows that are alike another may be the largest where numbers are rounded otherwise.
+    initializer = "zeros" if kind == "sum" else "uniform"
+    options = {"optimizer": shoal.Sgd(lr=rate), "initializer": initializer, "expire_after": "30d"}
     tables, plain = make_tables(**options), make_tables("cpu", **options)
-    ours, theirs = EmbeddingBagCollection(tables), EmbeddingBagCollection(plain)
+    ours, theirs = (EmbeddingBagCollection(own, combiner=COMBINERS[kind]) for own in (tables, plain))
     for table in tables.values():
         table.reserve(1000)
     batch = make_batch(0)
-    values, grad = batch.values(), torch.ones(6, 12, device="cuda")
+    values, grad = batch.values(), torch.ones(6, WIDTHS[kind], device="cuda")
     ids = Keyed(list(KEYS), values, batch.lengths())
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -194,11 +220,12 @@ def test_tables_of_both_devices_stand_side_by_side():
     assert tables["cpu"].lookup(torch.tensor([1, 2]))[:, 0].tolist() == [-2.0, -2.0]
 
 
-def test_a_compiled_collection_trains_as_the_eager_one():
+@pytest.mark.parametrize("kind", ["mean", "mixed"])
+def test_a_compiled_collection_trains_as_the_eager_one(kind):
     torch.compiler.reset()
     first, second = make_tables(), make_tables()
-    eager = EmbeddingBagCollection(first, combiner="mean")
-    compiled = torch.compile(EmbeddingBagCollection(second, combiner="mean"), fullgraph=True, backend="aot_eager")
+    eager, module = (EmbeddingBagCollection(tables, combiner=COMBINERS[kind]) for tables in (first, second))
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     for seed in range(3):
         ids = torch.randint(0, 30, (6, 3), generator=torch.Generator().manual_seed(seed)).cuda()
         outs = [run(dict.fromkeys(KEYS, ids)) for run in (eager, compiled)]

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from gpu_tables import assert_same_rows
-from group_batches import FEATURES, make_batch, one_by_one, train
+from group_batches import FEATURES, MIXED, make_batch, one_by_one, train
 
 import shoal
 from shoal.table.protocol import Step, groups_of
@@ -17,21 +17,22 @@ def _big(count, **options):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("features", [FEATURES, MIXED], ids=["sums", "mixed"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
-def test_a_step_does_not_wait_for_the_device(optimizer):
+def test_a_step_does_not_wait_for_the_device(optimizer, features):
     _, group = _big(2, optimizer=optimizer)
-    batches = [make_batch("cuda", 3000, 500, high=1 << 40, seed=seed) for seed in range(8)]
+    batches = [make_batch("cuda", 3000, 500, high=1 << 40, seed=seed, features=features) for seed in range(8)]
     for batch in batches[:2]:
-        train(group, *batch)
+        train(group, *batch, features=features)
     torch.cuda.synchronize()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         for batch in batches:
-            found = group.find(*batch[:2], FEATURES, missing="zeros")
-            group.rows(found, FEATURES, missing="initial")
-            train(group, *batch)
+            found = group.find(*batch[:2], features, missing="zeros")
+            group.rows(found, features, missing="initial")
+            train(group, *batch, features=features)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
@@ -51,17 +52,19 @@ def _captured(step):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("features", [FEATURES, MIXED], ids=["sums", "mixed"])
 @pytest.mark.parametrize("optimizer", [shoal.Sgd, shoal.Adagrad], ids=["sgd", "adagrad"])
-def test_a_captured_step_replays_with_new_ids_rates_and_times(optimizer, tmp_path):
+def test_a_captured_step_replays_with_new_ids_rates_and_times(optimizer, features, tmp_path):
     rate = shoal.table.PolynomialDecay(0.5, 10, 0.1)
     gpu, group = _big(2, optimizer=optimizer(lr=rate))
     cpu = [shoal.HashTable(4, seed=3, optimizer=optimizer(lr=rate)) for _ in range(2)]
-    static = make_batch("cuda", 300, 40, high=1000, seed=0)
-    graph, _ = _captured(lambda: train(group, *static))
-    for _ in range(2):
-        one_by_one(cpu, *static)
+    static = make_batch("cuda", 300, 40, high=1000, seed=0, features=features)
+    first = []
+    graph, (_, marks) = _captured(lambda: first.append(train(group, *static, features=features)) or first[-1])
+    for _, own in first[:2]:
+        one_by_one(cpu, *static, 0, features, own)
     for step in range(6):
-        batch = make_batch("cuda", 300, 40, high=1000 * (step + 1), seed=step)
+        batch = make_batch("cuda", 300, 40, high=1000 * (step + 1), seed=step, features=features)
         for to, of in zip(static, batch, strict=True):
             to.copy_(of)
         if step == 2:
@@ -77,9 +80,10 @@ def test_a_captured_step_replays_with_new_ids_rates_and_times(optimizer, tmp_pat
         now = 1000 + step
         group.set_step(Step(step, time_s=now))
         graph.replay()
-        one_by_one(cpu, *batch, step=step)
+        one_by_one(cpu, *batch, step, features, marks)
         for number, table in enumerate(gpu):
             ids = batch[0].view(3, -1)[number : 2 * number + 1].flatten().unique()
+            ids = ids[ids != features.padding] if features.padding is not None else ids
             rows = table._storage.find(ids, table._number, "rows")
             assert set(table._storage.arena.row_times(rows).tolist()) == {now}
             torch.testing.assert_close(table.lookup(ids).cpu(), cpu[number].lookup(ids.cpu()), rtol=1e-4, atol=1e-5)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gpu_tables import assert_same_rows, config
-from group_batches import FEATURES, make_batch, one_by_one, train
+from group_batches import FEATURES, MIXED, make_batch, one_by_one, read, train
 
 import shoal
 from shoal.errors import ConfigError
@@ -13,7 +13,7 @@ from shoal.table import (
     RandomUniformInitializer,
     TouchedKeySet,
 )
-from shoal.table.protocol import SUM, Features, Part, Step, groups_of
+from shoal.table.protocol import FIRSTN, MAX, SUM, Features, Part, Step, groups_of, marks_shape
 
 
 def test_sync_clients_are_told_what_was_written(device):
@@ -33,48 +33,99 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "deterministic"),
-    [*((optimizer, False) for optimizer in OPTIMIZERS), (OPTIMIZERS[0], True), (OPTIMIZERS[1], True)],
+    ("optimizer", "deterministic", "features"),
+    [
+        *((optimizer, False, FEATURES) for optimizer in OPTIMIZERS),
+        *((optimizer, True, FEATURES) for optimizer in OPTIMIZERS[:2]),
+        (OPTIMIZERS[1], True, MIXED),
+    ],
     ids=lambda value: str(value) if isinstance(value, bool) else type(value).__name__,
 )
-def test_every_optimizer_steps_as_on_the_cpu(optimizer, deterministic, device):
+def test_every_optimizer_steps_as_on_the_cpu(optimizer, deterministic, features, device):
     options = {"optimizer": optimizer, "seed": 3}
     cpu = [shoal.HashTable(4, **options) for _ in range(2)]
     gpu = [shoal.HashTable(4, device="cuda", deterministic=deterministic, **options) for _ in range(2)]
     ((group, _),) = groups_of(gpu)
     for seed in range(3):
-        batch = make_batch(device, seed=seed)
-        train(group, *batch, Step(seed))
-        one_by_one(cpu, *batch, step=seed)
+        batch = make_batch(device, seed=seed, features=features)
+        _, marks = train(group, *batch, Step(seed), features)
+        one_by_one(cpu, *batch, seed, features, marks)
     for plain, table in zip(cpu, gpu, strict=True):
         assert_same_rows(plain, table, 1e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
-def test_rows_of_all_tables_may_have_numbers_beyond_32_bits(optimizer, device):
+@pytest.mark.parametrize(("optimizer", "features"), [("sgd", MIXED), ("adagrad", FEATURES)], ids=["sgd", "adagrad"])
+def test_rows_of_all_tables_may_have_numbers_beyond_32_bits(optimizer, features, device):
     cpu = [shoal.HashTable(4, optimizer=optimizer, seed=3) for _ in range(2)]
     gpu = [shoal.HashTable(4, optimizer=optimizer, seed=3, device="cuda") for _ in range(2)]
     ((group, _),) = groups_of(gpu)
     for seed in range(3):
-        batch = make_batch(device, seed=seed)
-        train(group, *batch)
-        one_by_one(cpu, *batch)
+        batch = make_batch(device, seed=seed, features=features)
+        _, marks = train(group, *batch, features=features)
+        one_by_one(cpu, *batch, 0, features, marks)
         group.described.wide = True  # as they become with billions of rows
     for plain, table in zip(cpu, gpu, strict=True):
         assert_same_rows(plain, table, 1e-5)
 
 
-def test_bad_gradients_are_skipped_where_a_table_says_so(device):
+@pytest.mark.parametrize("features", [FEATURES, MIXED], ids=["sums", "mixed"])
+def test_bad_gradients_are_skipped_where_a_table_says_so(features, device):
     cpu = [shoal.HashTable(4, seed=3, on_bad_gradient="skip") for _ in range(2)]
     gpu = [shoal.HashTable(4, seed=3, on_bad_gradient="skip", device="cuda") for _ in range(2)]
     ((group, _),) = groups_of(gpu)
-    ids, counts, offsets, grad = make_batch(device)
-    grad[1, 2], grad[3, 5] = float("nan"), float("inf")
-    train(group, ids, counts, offsets, grad)
-    one_by_one(cpu, ids, counts, offsets, grad)
+    ids, counts, offsets, grad = make_batch(device, features=features)
+    grad[1, 2], grad[3, 5], grad[4, 11] = float("nan"), float("inf"), float("nan")
+    _, marks = train(group, ids, counts, offsets, grad, features=features)
+    one_by_one(cpu, ids, counts, offsets, grad, 0, features, marks)
     for plain, table in zip(cpu, gpu, strict=True):
         assert_same_rows(plain, table, 1e-5)
         assert table.skipped_gradients == plain.skipped_gradients > 0
+
+
+def test_a_bad_gradient_of_a_largest_row_changes_nothing(device):
+    tables = [shoal.HashTable(4, device="cuda") for _ in range(2)]
+    ((group, _),) = groups_of(tables)
+    ids, counts, offsets, grad = make_batch(device, features=MIXED)
+    found, _, marks = read(group, ids, counts, offsets, MIXED)
+    grad[2, 9] = float("nan")
+    group.update([Part(found, MIXED, grad, offsets, None, marks)], step=Step())
+    with pytest.raises(ConfigError, match="1 row of the gradients holds NaN"):
+        tables[0].as_op()
+    assert [table.size() for table in tables] == [0, 0]
+    with pytest.raises(ConfigError, match="max needs the marks"):
+        group.update([Part(found, MIXED, grad, offsets)], step=Step())
+    with pytest.raises(ConfigError, match=r"marks must be contiguous uint8 \[90, 1\]"):
+        group.update([Part(found, MIXED, grad, offsets, None, marks[:9])], step=Step())
+
+
+@pytest.mark.parametrize("dims", [(6, 5, 13), (17,)], ids=str)
+def test_largest_and_first_rows_of_any_segments(dims, device):
+    layout = config(
+        [(dim, RandomUniformInitializer(-1, 1), shoal.Sgd(lr=0.1), None) for dim in dims], [0.1] * len(dims)
+    )
+    cpu, gpu = (HashTable.from_config(layout, name="rows", seed=3, **at) for at in ({}, {"device": "cuda"}))
+    dim = sum(dims)
+    features = Features((0, 0), (MAX, FIRSTN), (2 * dim, 0), 3 * dim, None, (1, 2))
+    make = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 40, (120,), generator=make)
+    for plain, at in ((cpu, "cpu"), (gpu, device)):
+        plain.assign(torch.arange(20, device=at), (torch.arange(20)[:, None] % 3 + torch.zeros(20, dim)).to(at))
+    offsets, weights = torch.tensor([0, 50, 50, 60, 61, 70, 120]), torch.randint(-2, 3, (120,), generator=make).float()
+    grad = torch.randn(3, 3 * dim, generator=make)
+    results = []
+    for plain, at in ((cpu, torch.device("cpu")), (gpu, device)):
+        ((own, _),) = groups_of([plain])
+        found = own.find(ids.to(at), torch.tensor([60, 60]), features, missing="initial")
+        out = torch.empty(3, 3 * dim, device=at)
+        marks = torch.zeros(marks_shape(120, dim), dtype=torch.uint8, device=at)
+        for given in (None, weights.to(at)):
+            own.pooled(found, features, offsets.to(at), given, out, missing="initial", marks=marks)
+            results.append((out.cpu().clone(), marks[:60].cpu().clone()))
+            own.update([Part(found, features, grad.to(at), offsets.to(at), given, marks)], step=Step())
+    for (ours, ours_marks), (theirs, their_marks) in zip(results[2:], results[:2], strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert torch.equal(ours_marks, their_marks)
+    assert_same_rows(cpu, gpu, 1e-5)
 
 
 def test_a_weight_may_make_a_gradient_bad(device):

@@ -18,15 +18,16 @@ from shoal.table.cuda.backend import capturing
 from shoal.table.cuda.groups.control import Control
 from shoal.table.cuda.groups.described import Described
 from shoal.table.cuda.groups.plan import Plan
+from shoal.table.cuda.groups.pools import pool_bags
 from shoal.table.cuda.groups.room import Room
 from shoal.table.cuda.groups.single import SingleGroup
 from shoal.table.cuda.groups.sums import Source, Sums
 from shoal.table.cuda.judge import Told
 from shoal.table.cuda.kernels import located as lk
 from shoal.table.cuda.launch import Bound, cdiv, power_of_2
-from shoal.table.cuda.shapes import find_shape, pool_shape, row_shape
+from shoal.table.cuda.shapes import find_shape, row_shape
 from shoal.table.cuda.storage.turn import share_turn
-from shoal.table.protocol import Features, Found, Missing, Part, Step, Traits
+from shoal.table.protocol import EVERY, Features, Found, Missing, Part, Step, Traits, marks_shape
 
 if TYPE_CHECKING:
     from shoal.table.cuda.table import CudaHashTable
@@ -42,7 +43,9 @@ class FusedGroup:
         self.device, self.layout = tables[0].device, tables[0]._layout
         self.dim = self.layout.dim
         cuda = self.device.type == "cuda"
-        self.traits = Traits(device=self.device, capturable=cuda, local_state=True, checks_bags=cuda, counts_bags=True)
+        self.traits = Traits(
+            device=self.device, capturable=cuda, local_state=True, checks_bags=cuda, counts_bags=True, pools=EVERY
+        )
         self._storages = list({id(table._storage): table._storage for table in tables}.values())
         share_turn(self._storages)
         self._places = [(self._storages.index(table._storage), table._number) for table in tables]
@@ -56,6 +59,9 @@ class FusedGroup:
         for table in tables:
             table._judge.listens.append(self.told)
         self._versions = power_of_2(len(tables))
+        self.mark_bytes = marks_shape(0, self.dim)[1]
+        self.no_marks = torch.zeros(16, dtype=torch.uint8, device=self.device)
+        """What kernels get that look at no marks."""
         self._plans: dict[Features, Plan] = {}
         self._kernels: dict[Any, Bound] = {}
         self._sums = Sums(self)
@@ -182,35 +188,19 @@ class FusedGroup:
         out: Tensor,
         *,
         missing: Missing,
+        marks: Tensor | None = None,
     ) -> None:
-        """As `Group.pooled`: one launch for each segment of a row."""
+        """As `Group.pooled`: one launch for each segment of a row and each way to pool."""
         plan, ids = self.plan(features), found.ids
         n = self._check_ids(ids)
         bags = self._check_bags(plan, offsets, weights, out, "out", n)
+        if marks is not None:
+            self.check_marks(marks, n)
         if bags == 0:
             return
-        width = out.stride(0)
-        unit = plan.unit if width % plan.unit == 0 else 1
         with self:
             self.describe()
-            described = self.described
-            for s in self.layout.segments:
-                initial = missing == "initial" and s.init != 0
-                key = ("pooled", weights is not None, initial, plan.kind, unit, s.index)
-                kernel = self._kernels.get(key)
-                block, warps = pool_shape(s.width)
-                if kernel is None:
-                    kernel = self.kernel(key, lk.pool, {
-                        "WEIGHTED": weights is not None, "INITIAL": initial, "KIND": plan.kind,
-                        "INIT": s.init, "INDEX": s.index, "D": s.dim, "WIDTH": s.width, "STRIDE": self.layout.stride,
-                        "WEIGHT": s.weight, "UNIT": unit, "BAGS": block, "num_warps": warps,
-                    })  # fmt: skip
-                each = bags // plan.features
-                kernel(
-                    plan.features * cdiv(each, block), ids, offsets, ids if weights is None else weights, plan.tables,
-                    plan.columns[unit], plan.combiners, described.words, described.origin, found.where, found.came,
-                    out, self.told.count, n, plan.features, each, width // unit, *s.first,
-                )  # fmt: skip
+            pool_bags(self, plan, found, features.padding is not None, offsets, weights, out, marks, missing)
 
     # --- updating -----------------------------------------------------------------------------------------------------
 
@@ -310,6 +300,13 @@ class FusedGroup:
                 f"{self._names}: ids must be contiguous int64 on {self.device}, got {ids.dtype} on {ids.device}"
             )
         return ids.numel()
+
+    def check_marks(self, marks: Tensor, n: int) -> None:
+        shape = marks_shape(n, self.dim)
+        if marks.dtype != torch.uint8 or marks.shape != shape or not marks.is_contiguous():
+            raise ConfigError(
+                f"{self._names}: marks must be contiguous uint8 {list(shape)}, got {marks.dtype} {list(marks.shape)}"
+            )
 
     def _check_bags(self, plan: Plan, offsets: Tensor, weights: Tensor | None, rows: Tensor, what: str, n: int) -> int:
         """How many bags there are."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.table.cuda.launch import power_of_2
-from shoal.table.protocol import SUM, SUMS, Features, Found
+from shoal.table.protocol import EVERY, FIRSTN, MAX, MEAN, SQRTN, SUM, SUMS, Features, Found
 
 _KEPT = 64  # of cuts of batches
 _FEW = 64
@@ -18,6 +18,20 @@ _FEW = 64
 def jump_of(count: int) -> int:
     """The largest power of two below ``count``: the first step of a search through so many numbers."""
     return 1 << (count - 1).bit_length() - 1 if count > 1 else 0
+
+
+class Family:
+    """The features of a plan that one kernel pools: those that add rows, those of max, those of firstn."""
+
+    def __init__(self, plan: Plan, features: Features, which: frozenset[int]) -> None:
+        own = [f for f, kind in enumerate(features.combiners) if kind in which]
+        self.count = len(own)
+        self.whole = len(own) == len(features.combiners)
+        """Whether they are all that there are."""
+        self.numbers = plan.sent(tuple(own) or (0,), torch.int32)
+        kinds = {features.combiners[f] for f in own}
+        self.kind = kinds.pop() if len(kinds) == 1 else -1
+        """The combiner of all of them; -1 when they differ."""
 
 
 class Plan:
@@ -36,12 +50,20 @@ class Plan:
         kinds = set(features.combiners)
         self.kind = SUM if not kinds else kinds.pop() if len(kinds) == 1 else -1
         """The combiner of all of them; -1 when they differ."""
-        self.unit = 4 if all(column % 4 == 0 for column in features.columns) else 1
+        self.first = FIRSTN in features.combiners
+        self.unit = 4 if all(x % 4 == 0 for x in (*features.columns, *([dim] if self.first else ()))) else 1
         """Floats that columns begin at multiples of."""
-        self.tables, self.combiners, columns = (
-            self._sent(values, torch.int32)
-            for values in (features.tables, features.combiners or (0,), features.columns or (0,))
+        lengths = tuple([features.length(f) for f in range(self.features)])
+        self.tables, self.combiners, columns, self.lengths = (
+            self.sent(values, torch.int32)
+            for values in (features.tables, features.combiners or (0,), features.columns or (0,), lengths)
         )
+        self.sums, self.largest, self.firsts = (
+            Family(self, features, which) for which in (SUMS, frozenset({MAX}), frozenset({FIRSTN}))
+        )
+        self.aimed = bool(self.largest.count or self.firsts.count)
+        """Whether gradients differ from row to row of a bag."""
+        self.divides = bool({MEAN, SQRTN} & set(features.combiners))
         self.columns = {1: columns, 4: columns // 4}
         self._none = (0,) * (self.features - 1)
         self.needs: dict[tuple[int, ...], int] = {}
@@ -53,16 +75,21 @@ class Plan:
     def _check(features: Features, tables: int, dim: int) -> None:
         if not features.tables or any(not 0 <= table < tables for table in features.tables):
             raise ConfigError(f"features.tables must be numbers of {tables} tables, got {features.tables}")
-        unknown = set(features.combiners) - SUMS
+        unknown = set(features.combiners) - EVERY
         if unknown:
-            raise ConfigError(f"features.combiners must be of {sorted(SUMS)}, got {sorted(unknown)}")
-        for column in features.columns:
-            if not 0 <= column <= features.width - dim:
+            raise ConfigError(f"features.combiners must be of {sorted(EVERY)}, got {sorted(unknown)}")
+        for feature, column in enumerate(features.columns):
+            length = features.length(feature)
+            if length < 1 or (length > 1 and features.combiners[feature] != FIRSTN):
+                raise ConfigError(f"features.lengths must be at least 1, and 1 without firstn, got {features.lengths}")
+            if not 0 <= column <= features.width - length * dim:
                 raise ConfigError(
-                    f"features.columns must leave {dim} columns of the {features.width} there are, got {column}"
+                    f"features.columns must leave {length * dim} columns of the {features.width} there are, "
+                    f"got {column}"
                 )
 
-    def _sent(self, values: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def sent(self, values: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Numbers on the device."""
         home = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=self._device.type == "cuda")
         return home.to(self._device, non_blocking=True)
 
@@ -84,7 +111,7 @@ class Plan:
                 return home.to(self._device, non_blocking=True)
             if len(self._begins) >= _KEPT:
                 self._begins.clear()
-            made = self._begins[sizes] = self._sent(firsts, torch.int64)
+            made = self._begins[sizes] = self.sent(firsts, torch.int64)
         if captured:
             self._held.append(made)
         return made

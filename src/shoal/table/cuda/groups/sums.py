@@ -10,10 +10,11 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.table.cuda.backend import interpreted
 from shoal.table.cuda.groups.plan import jump_of
+from shoal.table.cuda.kernels import aimed as ak
 from shoal.table.cuda.kernels import changed as ck
 from shoal.table.cuda.launch import cdiv, power_of_2
 from shoal.table.cuda.layout import Segment
-from shoal.table.cuda.shapes import claim_shape, crossing_shape, row_shape, start_shape, summed_shape
+from shoal.table.cuda.shapes import claim_shape, crossing_shape, pool_shape, row_shape, start_shape, summed_shape
 from shoal.table.protocol import SUM, Part
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _AS_WRITTEN = ("ftrl", "group_ftrl")  # a difference of roots: without fused mul
 class Source:
     """A part, checked, and where its gradients lie."""
 
-    __slots__ = ("bags", "each", "grad", "kind", "n", "offsets", "part", "plan", "width")
+    __slots__ = ("aimed", "bags", "each", "grad", "kind", "n", "offsets", "part", "plan", "width")
 
     def __init__(self, group: FusedGroup, part: Part) -> None:
         self.part, self.plan = part, group.plan(part.features)
@@ -44,7 +45,18 @@ class Source:
             self.bags = group._check_bags(self.plan, part.offsets, part.weights, self.grad, "gradients", self.n)
             self.each, self.kind = self.bags // self.plan.features, self.plan.kind
         self.offsets = part.offsets
+        self.aimed = part.offsets is not None and self.plan.aimed
+        """Whether gradients differ from row to row of a bag."""
+        if self.aimed and self.plan.largest.count:
+            if part.marks is None:
+                raise ConfigError(f"{group._names}: the gradient of max needs the marks of its forward")
+            group.check_marks(part.marks, self.n)
         self.width = self.grad.stride(0)
+
+    @property
+    def factored(self) -> bool:
+        """Whether rows have factors."""
+        return self.part.weights is not None or (self.plan.divides if self.aimed else self.kind != SUM)
 
     @property
     def unit(self) -> int:
@@ -79,6 +91,9 @@ class Sums:
         """
         self._now, self._number = group, number
         n = sum(source.n for source in sources)
+        marks = group.no_marks
+        if any(source.aimed for source in sources):
+            marks = self._share(sources)
         base = sources[0].grad
         unit = min(source.unit for source in sources)
         if any((source.grad.data_ptr() - base.data_ptr()) % (4 * unit) for source in sources):
@@ -89,7 +104,7 @@ class Sums:
         workspace = torch.empty(words, dtype=torch.int64, device=group.device)
         keys = torch.empty(n, dtype=torch.int64 if group.described.wide else torch.int32, device=group.device)
         try:
-            self._launch(sources, workspace, keys, base, unit, n, room)
+            self._launch(sources, workspace, keys, base, marks, unit, n, room)
             if marked:
                 self._mark(sources, keys)
         except BaseException:
@@ -112,31 +127,39 @@ class Sums:
             start += source.n
 
     def _launch(
-        self, sources: list[Source], workspace: Tensor, keys: Tensor, base: Tensor, unit: int, n: int, room: int
-    ) -> None:
-        seen = [self._survey(source) for source in sources]
+        self, sources: list[Source], workspace: Tensor, keys: Tensor, base: Tensor, marks: Tensor, unit: int, n: int,
+        room: int,
+    ) -> None:  # fmt: skip
+        aimed = any(source.aimed for source in sources)
+        factored = any(source.factored for source in sources)
+        seen, start = [], 0
+        for source in sources:
+            if source.aimed:
+                seen.append(self._aim(source, workspace, base, marks[start:], unit, start, room))
+            else:
+                seen.append(self._survey(source))
+            start += source.n
         start = 0
         for source, of in zip(sources, seen, strict=True):
-            self._claim(source, of, workspace, keys, base, unit, start, room)
+            self._claim(source, of, workspace, keys, base, unit, start, room, aimed)
             start += source.n
         for s in self._group.layout.segments:
             self._start(s, workspace, n, room)
-        factored = any(source.kind != SUM or source.part.weights is not None for source in sources)
         if factored and len(sources) > 1:
             self._plain_factors(sources, workspace, room)
         if self._adds:
             for s in self._group.layout.segments:
-                self._add(s, keys, workspace, base, unit, n, room, factored)
+                self._add(s, keys, workspace, base, marks, unit, n, room, aimed, factored)
             return
         ordered, order = torch.sort(keys, stable=True) if not self._deterministic else self._by_id(sources, keys)
         for s in self._group.layout.segments:
-            self._step(s, ordered, order, workspace, base, unit, n, room, factored)
+            self._step(s, ordered, order, workspace, base, marks, unit, n, room, aimed, factored)
 
     def _plain_factors(self, sources: list[Source], workspace: Tensor, room: int) -> None:
         """Factors of 1 for the parts that have none of their own, since others have."""
         factors, start = workspace[3 * room : 4 * room].view(torch.float32), 0
         for source in sources:
-            if source.kind == SUM and source.part.weights is None:
+            if not source.factored:
                 factors[start : start + source.n].fill_(1.0)
             start += source.n
 
@@ -152,6 +175,58 @@ class Sums:
         return keys[order], order
 
     # --- kernels ------------------------------------------------------------------------------------------------------
+
+    def _share(self, sources: list[Source]) -> Tensor:
+        """Gives rows that share a maximum their share of its gradient; the marks of all sources."""
+        group, marks = self._group, []
+        for source in sources:
+            own = source.part.marks if source.aimed and source.plan.largest.count else None
+            if own is None:
+                marks.append(group.no_marks.new_empty(source.n, group.mark_bytes))
+                continue
+            marks.append(own)
+            source.grad, plan, unit = source.grad.clone(memory_format=torch.contiguous_format), source.plan, source.unit
+            source.width = source.grad.stride(0)
+            width = power_of_2(group.dim)
+            block, warps = pool_shape(width)
+            key = ("share", unit)
+            kernel = group._kernels.get(key) or group.kernel(key, ak.share, {
+                "D": group.dim, "WIDTH": width, "BYTES": group.mark_bytes, "UNIT": unit, "BAGS": block,
+                "num_warps": warps,
+            })  # fmt: skip
+            kernel(
+                plan.largest.count * cdiv(source.each, block), source.grad, source.offsets, source.part.found.where,
+                own, plan.columns[unit], plan.largest.numbers, source.n, plan.largest.count, source.each,
+                source.width // unit,
+            )  # fmt: skip
+        return marks[0] if len(marks) == 1 else torch.cat(marks)
+
+    def _aim(
+        self, source: Source, workspace: Tensor, base: Tensor, marks: Tensor, unit: int, start: int, room: int
+    ) -> Tensor:
+        """Says of each id of a part with max or firstn where its gradient is; what `_claim` gets as seen."""
+        group, part, plan, where = self._group, source.part, source.plan, source.part.found.where
+        pad, judge = part.features.padding is not None, self._how >= 0
+        before = where
+        if pad:
+            kept = (where != ck.PADDING.value).cumsum(0, dtype=torch.int32)
+            before = torch.nn.functional.pad(kept, (1, 0))
+        width = power_of_2(group.dim)
+        block, warps = row_shape(width)
+        weighted = part.weights is not None
+        key = ("aim", pad, weighted, source.factored, unit)
+        kernel = group._kernels.get(key) or group.kernel(key, ak.aim, {
+            "PAD": pad, "WEIGHTED": weighted, "FACTOR": source.factored, "JUDGE": judge,
+            "COUNT": self._how == ck.RAISE.value, "DIM": group.dim, "WIDTH": width, "BYTES": group.mark_bytes,
+            "UNIT": unit, "BLOCK": block, "num_warps": warps,
+        })  # fmt: skip
+        begins_at = (source.grad.data_ptr() - base.data_ptr()) // (4 * unit)
+        kernel(
+            cdiv(source.n, block), base, source.offsets, where, before, part.weights if weighted else part.found.ids,
+            marks, plan.columns[unit], plan.combiners, plan.lengths, workspace, self.tally, source.n, start, room,
+            source.bags, source.each, jump_of(source.bags), source.width // unit, begins_at,
+        )  # fmt: skip
+        return where
 
     def _survey(self, source: Source) -> Tensor:
         """What `ck.survey` says of the bags of a part; nothing when nobody wants to know."""
@@ -190,18 +265,18 @@ class Sums:
 
     def _claim(
         self, source: Source, seen: Tensor, workspace: Tensor, keys: Tensor, base: Tensor, unit: int, start: int,
-        room: int,
+        room: int, aimed: bool,
     ) -> None:  # fmt: skip
         group, part, plan = self._group, source.part, source.plan
         described = group.described
         found, rows = part.found, source.offsets is None
         weighted = part.weights is not None and not rows
         block, warps, registers = claim_shape()
-        key = ("claim", described.wide, plan.alone, rows, weighted, source.kind, unit)
+        key = ("claim", described.wide, plan.alone, rows, weighted, source.kind, aimed, source.aimed, unit)
         kernel = group._kernels.get(key) or group.kernel(key, ck.claim, {
-            "SINGLE": plan.alone, "ROWS_": rows, "WEIGHTED": weighted, "KIND": source.kind, "JUDGE": self._how,
-            "STAMP": self._adds, "UNIT": unit, "WIDE": described.wide, "BLOCK": block, "num_warps": warps,
-            "maxnreg": registers,
+            "SINGLE": plan.alone, "ROWS_": rows, "WEIGHTED": weighted, "KIND": source.kind, "AIMED": aimed,
+            "OWN": source.aimed, "JUDGE": self._how, "STAMP": self._adds, "UNIT": unit, "WIDE": described.wide,
+            "BLOCK": block, "num_warps": warps, "maxnreg": registers,
         })  # fmt: skip
         if not rows:
             places, jump = source.offsets, jump_of(source.bags)
@@ -236,31 +311,33 @@ class Sums:
         return s.index == len(self._group.layout.segments) - 1
 
     def _add(
-        self, s: Segment, keys: Tensor, workspace: Tensor, base: Tensor, unit: int, n: int, room: int, factored: bool
-    ) -> None:
+        self, s: Segment, keys: Tensor, workspace: Tensor, base: Tensor, marks: Tensor, unit: int, n: int, room: int,
+        aimed: bool, factored: bool,
+    ) -> None:  # fmt: skip
         group, described = self._group, self._group.described
         block, warps = row_shape(s.width)
-        key = ("add", described.wide, factored, unit, s.index)
+        key = ("add", described.wide, aimed, factored, unit, s.index)
         kernel = group._kernels.get(key) or group.kernel(key, ck.add, {
-            "SINGLE": self._single, "TABLES": self._tables, "WIDE": described.wide, "FACTOR": factored,
-            "LAST": self._last(s), "INDEX": s.index, "D": s.dim, "WIDTH": s.width, "STRIDE": group.layout.stride,
-            "WEIGHT": s.weight, "UNIT": unit, "BLOCK": block, "num_warps": warps,
+            "SINGLE": self._single, "TABLES": self._tables, "WIDE": described.wide, "AIMED": aimed,
+            "FACTOR": factored, "LAST": self._last(s), "INDEX": s.index, "D": s.dim, "WIDTH": s.width,
+            "STRIDE": group.layout.stride, "WEIGHT": s.weight, "BYTES": group.mark_bytes, "UNIT": unit,
+            "BLOCK": block, "num_warps": warps,
         })  # fmt: skip
         kernel(
-            cdiv(n, block), keys, workspace, base, described.bases, described.words, described.origin,
+            cdiv(n, block), keys, workspace, base, marks, described.bases, described.words, described.origin,
             group.control.rates, self.tally, group.told.count, n, room, len(group.tables), self._jump,
             group.control.segments, self._number,
         )  # fmt: skip
 
     def _step(
-        self, s: Segment, keys: Tensor, order: Tensor, workspace: Tensor, base: Tensor, unit: int, n: int, room: int,
-        factored: bool,
+        self, s: Segment, keys: Tensor, order: Tensor, workspace: Tensor, base: Tensor, marks: Tensor, unit: int,
+        n: int, room: int, aimed: bool, factored: bool,
     ) -> None:  # fmt: skip
         group, described, control = self._group, self._group.described, self._group.control
         tile, warps = summed_shape(s.width)
         at_once, span, crossing_warps = crossing_shape(s.width)
         tiles = cdiv(n, tile)
-        key = ("step", described.wide, factored, unit, s.index)
+        key = ("step", described.wide, aimed, factored, unit, s.index)
         within, across = group._kernels.get((*key, 0)), group._kernels.get((*key, 1))
         if within is None or across is None:
             held = 0 if interpreted() else s.held
@@ -272,7 +349,8 @@ class Sums:
             }  # fmt: skip
             within = group.kernel(
                 (*key, 0), ck.step_within,
-                {**shared, "FACTOR": factored, "UNIT": unit, "BLOCK": tile, "num_warps": warps},
+                {**shared, "AIMED": aimed, "FACTOR": factored, "BYTES": group.mark_bytes, "UNIT": unit, "BLOCK": tile,
+                 "num_warps": warps},
             )  # fmt: skip
             across = group.kernel((*key, 1), ck.step_across, {
                 **shared, "TABLES": self._tables, "LAST": self._last(s), "TILE": tile, "TILES": at_once, "SPAN": span,
@@ -281,8 +359,8 @@ class Sums:
         numbers = s.numbers(0.0, 1.0)
         which = (n, room, len(group.tables), self._jump, control.segments, numbers)
         within(
-            tiles, keys, order, workspace, base, described.bases, described.words, described.origin, control.words,
-            control.rates, *which,
+            tiles, keys, order, workspace, base, marks, described.bases, described.words, described.origin,
+            control.words, control.rates, *which,
         )  # fmt: skip
         across(
             cdiv(tiles, at_once), keys, workspace, described.bases, described.words, described.origin, control.words,

@@ -3,7 +3,8 @@
 
 A gradient is that of a bag, read where it lies and multiplied by the factor of each of its rows. Between the kernels
 lies a workspace of int64 words, ``room`` for each of: where a gradient begins, a new row's id, the table and number of
-a new row, and the factor of a gradient.
+a new row, and the factor of a gradient. Where an update has bags of max or firstn (AIMED), what is said of where a
+gradient begins has flags below it; those gradients were aimed at their rows by kernels/aimed.py.
 """
 
 import triton
@@ -43,12 +44,12 @@ from shoal.table.cuda.kernels.located import (
     TRACKED,
     WORDS,
     column,
-    divisor,
     ints,
     last_not_above,
     longs,
 )
 from shoal.table.cuda.kernels.optimizers import _fetch_ahead, _join, _rest_of, _step
+from shoal.table.cuda.kernels.pooled import divisor
 from shoal.table.cuda.kernels.rows import _start_rows, first_weights
 
 # Words of a group's tally.
@@ -67,6 +68,12 @@ TABLES_AT = tl.constexpr(8)
 
 RAISE = tl.constexpr(0)
 SKIP = tl.constexpr(1)
+
+# Flags of an aimed gradient, and the bits that they take.
+NONE_ = tl.constexpr(1)  # it is zero
+MARKED = tl.constexpr(2)  # in the columns that are marked
+WRONG = tl.constexpr(4)  # it holds NaN or infinity
+FLAGS = tl.constexpr(3)
 
 
 @triton.jit(do_not_specialize=["n", "features", "each", "width"])
@@ -238,13 +245,15 @@ def stamp(row, table, of, m, origin, control):
 def claim(
     ids, places, where, versions, weights, seen, tables, columns, described, origin, control, spare, workspace, keys,
     tally, n, start, room, only, features, bags, each, jump, width, begins_at,
-    SINGLE: tl.constexpr, ROWS_: tl.constexpr, WEIGHTED: tl.constexpr, KIND: tl.constexpr,
-    JUDGE: tl.constexpr, STAMP: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr, ROWS_: tl.constexpr, WEIGHTED: tl.constexpr, KIND: tl.constexpr, AIMED: tl.constexpr,
+    OWN: tl.constexpr, JUDGE: tl.constexpr, STAMP: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row for each id, in ``keys`` from ``start`` on, and where its gradient is; -1 for an id that is passed over.
 
     ``places`` are the offsets of bags or, with ROWS_, the first ids of features. Gradients begin at ``begins_at``.
-    WIDE: keys are int64, here and in the kernels that read them.
+    WIDE: keys are int64, here and in the kernels that read them. AIMED: the update has flags; OWN: these gradients
+    were aimed, and are judged.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < n
@@ -255,10 +264,17 @@ def claim(
         if SINGLE == 0:
             feature = last_not_above(places, features, jump, o, m)
     else:
-        bag = last_not_above(places, bags, jump, o, m)
+        bag = o * 0
+        if OWN == 0 or SINGLE == 0:
+            bag = last_not_above(places, bags, jump, o, m)
         feature = bag // each
         source = begins_at + (bag % each) * width + tl.load(columns + feature, mask=m, other=0)
-    tl.store(workspace + start + o, source, mask=m)
+    if OWN:
+        flags = tl.load(workspace + start + o, mask=m, other=0)
+    elif AIMED:
+        tl.store(workspace + start + o, source << FLAGS, mask=m)
+    else:
+        tl.store(workspace + start + o, source, mask=m)
     row = tl.load(where + o, mask=m, other=PADDING)
     here = m & (row != PADDING)
     if JUDGE == RAISE:
@@ -268,7 +284,7 @@ def claim(
     else:
         table = tl.load(tables + feature, mask=m, other=0)
     of = described + table * DESCRIBED
-    if WEIGHTED or KIND != 0:
+    if OWN == 0 and (WEIGHTED or KIND != 0):
         factor = here.to(tl.float32)
         if WEIGHTED:
             factor = tl.load(weights + o, mask=here, other=0.0)
@@ -276,10 +292,13 @@ def claim(
             factor *= tl.load(seen + bag, mask=here, other=0.0)
         tl.store((workspace + 3 * room).to(tl.pointer_type(tl.float32)) + start + o, factor, mask=m)
     if JUDGE == SKIP:
-        size = tl.load(seen + bags + bag, mask=here, other=0.0)
-        if WEIGHTED or KIND != 0:
-            size *= tl.abs(factor)
-        good = size < float("inf")
+        if OWN:
+            good = (flags & WRONG) == 0
+        else:
+            size = tl.load(seen + bags + bag, mask=here, other=0.0)
+            if WEIGHTED or KIND != 0:
+                size *= tl.abs(factor)
+            good = size < float("inf")
         wrong = here & (good == 0)
         if tl.max(wrong.to(tl.int32), axis=0) > 0:
             tl.atomic_add(longs(origin, of, SKIPPED) + o * 0, wrong.to(tl.int64), mask=wrong, sem="relaxed")
@@ -340,9 +359,26 @@ def _home(key, m, bases, described, tables, jump, SINGLE: tl.constexpr):
 
 
 @triton.jit
-def _gradients(grads, workspace, room, position, here, d, inside, FACTOR: tl.constexpr, UNIT: tl.constexpr):
+def aimed(grads, marks, word, position, here, d, inside, WEIGHT: tl.constexpr, BYTES: tl.constexpr, UNIT: tl.constexpr):
+    """Columns ``d`` of a segment of aimed gradients, of which ``word`` says where they begin."""
+    here = here & ((word & NONE_) == 0)
+    g = tl.load(grads + (word >> FLAGS)[:, None] * UNIT + WEIGHT + d[None, :], mask=here[:, None] & inside, other=0.0)
+    some = (here & ((word & MARKED) != 0))[:, None] & inside
+    c = WEIGHT + d[None, :]
+    bits = tl.load(marks + position[:, None] * BYTES + c // 8, mask=some, other=255).to(tl.int32)
+    return tl.where(((bits >> (c % 8)) & 1) != 0, g, 0.0)
+
+
+@triton.jit
+def _gradients(
+    grads, marks, workspace, room, position, here, d, inside,
+    AIMED: tl.constexpr, FACTOR: tl.constexpr, WEIGHT: tl.constexpr, BYTES: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     source = tl.load(workspace + position, mask=here, other=0)
-    g = tl.load(grads + source[:, None] * UNIT + d[None, :], mask=here[:, None] & inside, other=0.0)
+    if AIMED:
+        g = aimed(grads, marks, source, position, here, d, inside, WEIGHT, BYTES, UNIT)
+    else:
+        g = tl.load(grads + WEIGHT + source[:, None] * UNIT + d[None, :], mask=here[:, None] & inside, other=0.0)
     if FACTOR:
         at = (workspace + 3 * room).to(tl.pointer_type(tl.float32))
         g *= tl.load(at + position, mask=here, other=0.0)[:, None]
@@ -383,10 +419,11 @@ def close(tally, told, described, origin, number, TABLES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments", "number"])
 def add(
-    keys, workspace, grads, bases, described, origin, rates, tally, told, n, room, tables, jump, segments, number,
-    SINGLE: tl.constexpr, TABLES: tl.constexpr, WIDE: tl.constexpr, FACTOR: tl.constexpr, LAST: tl.constexpr,
-    INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    keys, workspace, grads, marks, bases, described, origin, rates, tally, told, n, room, tables, jump, segments,
+    number,
+    SINGLE: tl.constexpr, TABLES: tl.constexpr, WIDE: tl.constexpr, AIMED: tl.constexpr, FACTOR: tl.constexpr,
+    LAST: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    WEIGHT: tl.constexpr, BYTES: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A step of SGD: every gradient is taken off its row as it comes, since the sum is the same in any order."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -396,10 +433,12 @@ def add(
     inside = (d < D)[None, :]
     table, of, row = _home(key, here, bases, described, tables, jump, SINGLE)
     at = row.to(tl.int64) * STRIDE + tl.load(of + ARENA) * 4
-    g = _gradients(grads + WEIGHT, workspace, room, o, here, d, inside, FACTOR, UNIT)
+    g = _gradients(grads, marks, workspace, room, o, here, d, inside, AIMED, FACTOR, WEIGHT, BYTES, UNIT)
     rate = tl.load(rates + table * segments + INDEX) + row.to(tl.float32) * 0
     words = origin.to(tl.pointer_type(tl.float32))
     m = here[:, None] & inside
+    if AIMED:
+        m = m & (g != 0)
     tl.atomic_add(words + at[:, None] + WEIGHT + d[None, :], -rate[:, None] * g, mask=m, sem="relaxed")
     if LAST:
         close(tally, told, described, origin, number, TABLES)
@@ -407,11 +446,12 @@ def add(
 
 @triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments"])
 def step_within(
-    keys, order, workspace, grads, bases, described, origin, control, rates, n, room, tables, jump, segments, numbers,
-    SINGLE: tl.constexpr, WIDE: tl.constexpr, FACTOR: tl.constexpr, STAMP: tl.constexpr, OPT: tl.constexpr,
-    NESTEROV: tl.constexpr, DECOUPLED: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr, WEIGHT: tl.constexpr, STATE_: tl.constexpr, HELD: tl.constexpr, LINES: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    keys, order, workspace, grads, marks, bases, described, origin, control, rates, n, room, tables, jump, segments,
+    numbers,
+    SINGLE: tl.constexpr, WIDE: tl.constexpr, AIMED: tl.constexpr, FACTOR: tl.constexpr, STAMP: tl.constexpr,
+    OPT: tl.constexpr, NESTEROV: tl.constexpr, DECOUPLED: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr, STATE_: tl.constexpr, HELD: tl.constexpr,
+    LINES: tl.constexpr, BYTES: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums the gradients of equal rows in order and steps each row once, for rows whose gradients are in one block.
 
@@ -435,7 +475,7 @@ def step_within(
     d = tl.arange(0, WIDTH)
     inside = (d < D)[None, :]
     words = origin.to(tl.pointer_type(tl.float32))
-    g = _gradients(grads + WEIGHT, workspace, room, position, here, d, inside, FACTOR, UNIT)
+    g = _gradients(grads, marks, workspace, room, position, here, d, inside, AIMED, FACTOR, WEIGHT, BYTES, UNIT)
     _fetch_ahead(words + at + STATE_, alone, HELD, LINES)
     if HELD > 0:
         _fetch_ahead(words + at + WEIGHT, alone, D, LINES)

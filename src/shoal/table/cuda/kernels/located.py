@@ -1,5 +1,5 @@
 # pyrefly: ignore-errors
-"""Reads of several tables in one launch: where ids are, their rows, and bags of rows pooled into columns.
+"""Reads of several tables in one launch: where ids are, and their rows.
 
 Each table has a description in device memory: where its index and its rows begin, in units of 16 bytes from ``origin``,
 a pointer to anywhere. Units, and not addresses, so that the compiler knows how reads are aligned.
@@ -32,8 +32,6 @@ DESCRIBED = tl.constexpr(16)
 
 UNKNOWN = tl.constexpr(-1)
 PADDING = tl.constexpr(-2)  # where an id is that stands for none
-
-SUM_, MEAN_, SQRTN_ = tl.constexpr(0), tl.constexpr(1), tl.constexpr(3)
 
 
 @triton.jit
@@ -193,78 +191,3 @@ def read(
             first = first_weights(id, d, tl.load(of + SEED), low, high, last, INIT, INDEX)
             w = tl.where(new[:, None], first, w)
     tl.store(out + o[:, None] * DIM + WEIGHT + d[None, :], w, mask=inside)
-
-
-@triton.jit(do_not_specialize=["n", "features", "each", "width"])
-def pool(
-    ids, offsets, weights, tables, columns, combiners, described, origin, where, versions, out, told, n, features,
-    each, width, low, high, last,
-    WEIGHTED: tl.constexpr, INITIAL: tl.constexpr, KIND: tl.constexpr, INIT: tl.constexpr, INDEX: tl.constexpr,
-    D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
-    BAGS: tl.constexpr,
-):  # fmt: skip
-    """A segment of the pooled rows of bags, ``each`` of every feature, into the features' columns of ``out``.
-
-    A program has BAGS bags of one feature, and its neighbours the same bags of others: they write side by side.
-    ``columns`` and ``width`` are in units of UNIT floats. KIND is the combiner of all features, -1 when they differ.
-    ``told`` is where the host learns of offsets that are none.
-    """
-    feature = tl.program_id(0) % features
-    place = (tl.program_id(0) // features) * BAGS + tl.arange(0, BAGS)
-    m = place < each
-    bag = feature * each + place
-    begin = tl.load(offsets + bag, mask=m, other=0)
-    end = tl.load(offsets + bag + 1, mask=m, other=0)
-    first_wrong = (bag == 0) & (begin != 0)
-    last_wrong = (bag == features * each - 1) & (end != n)
-    wrong = (begin < 0) | (end < begin) | (end > n) | first_wrong | last_wrong
-    if tl.max((m & wrong).to(tl.int32), axis=0) > 0:
-        begin = tl.minimum(tl.maximum(begin, 0), n)
-        end = tl.minimum(end, n)
-        tl.store(told + 1, 1)
-    table = tl.load(tables + feature)
-    of = described + table * DESCRIBED
-    arena = tl.load(of + ARENA) * 4
-    d = tl.arange(0, WIDTH)
-    inside = (d < D)[None, :]
-    words = origin.to(tl.pointer_type(tl.float32))
-    total = tl.zeros([BAGS, WIDTH], tl.float32)
-    count = tl.zeros([BAGS], tl.int32)
-    longest = tl.max(end - begin, axis=0)
-    k = longest * 0
-    while k < longest:
-        p = begin + k
-        here = m & (p < end)
-        row = tl.load(where + p, mask=here, other=PADDING)
-        row = still(row, ids + p, versions, table, of, here, origin, True)
-        count += (row != PADDING).to(tl.int32)
-        at = row.to(tl.int64) * STRIDE + arena
-        w = tl.load(words + at[:, None] + WEIGHT + d[None, :], mask=(row >= 0)[:, None] & inside, other=0.0)
-        if INITIAL:
-            new = here & (row == UNKNOWN)
-            if tl.max(new.to(tl.int32), axis=0) > 0:
-                id = tl.load(ids + p, mask=new, other=0)
-                first = first_weights(id, d, tl.load(of + SEED), low, high, last, INIT, INDEX)
-                w = tl.where(new[:, None], first, w)
-        if WEIGHTED:
-            w *= tl.load(weights + p, mask=here, other=0.0)[:, None]
-        total += w
-        k += 1
-    if KIND != SUM_:
-        total = tl.div_rn(total, divisor(count, combiners, feature, KIND)[:, None] + tl.zeros_like(total))
-    at = place.to(tl.int64) * width + tl.load(columns + feature)
-    tl.store(out + at[:, None] * UNIT + WEIGHT + d[None, :], total, mask=m[:, None] & inside)
-
-
-@triton.jit
-def divisor(count, combiners, feature, KIND: tl.constexpr):
-    """What the sum of a bag of ``count`` rows is divided by."""
-    rows = tl.maximum(count, 1).to(tl.float32)
-    if KIND == MEAN_:
-        by = rows
-    elif KIND == SQRTN_:
-        by = tl.sqrt_rn(rows)
-    else:
-        kind = tl.load(combiners + feature)
-        by = tl.where(kind == MEAN_, rows, tl.where(kind == SQRTN_, tl.sqrt_rn(rows), 1.0))
-    return by
