@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -13,12 +12,7 @@ _TYPES = "torchrec.sparse.jagged_tensor"
 
 def is_torchrec(ids: Any) -> bool:
     """Whether ids came as one of TorchRec's types."""
-    return _is_theirs(type(ids))
-
-
-@lru_cache(maxsize=256)
-def _is_theirs(kind: type) -> bool:
-    return any(each.__module__ == _TYPES for each in kind.__mro__)
+    return any(each.__module__ == _TYPES for each in type(ids).__mro__)
 
 
 def keyed_tensor(names: list[str], widths: list[int], values: Tensor) -> Any:
