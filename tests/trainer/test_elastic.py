@@ -29,11 +29,15 @@ def learnt(rank, world, *, data, out, steps, part_bytes=None):
         learn = one.learner.learn
 
         def recorded(parts, step):
-            for samples in filter(None, parts):
-                # 26 ids of a sample, hashed into one number: which line of the file it is
-                lines = (samples.ids.view(len(samples), -1) * torch.arange(1, 27)).sum(1).tolist()
-                seen.setdefault(one.at.epoch, []).extend(lines)
-            return learn(parts, step)
+            def each():
+                for samples in parts:
+                    if samples:
+                        # 26 ids of a sample, hashed into one number: which line of the file it is
+                        lines = (samples.ids.view(len(samples), -1) * torch.arange(1, 27)).sum(1).tolist()
+                        seen.setdefault(one.at.epoch, []).extend(lines)
+                    yield samples
+
+            return learn(each(), step)
 
         one.learner.learn = recorded
         ended = one.run()

@@ -126,3 +126,19 @@ def test_rows_that_expired_leave_the_gpu(data, tmp_path):
 def test_a_dense_part_on_the_cpu_is_told(data):
     told = run(settings(data, table_dot_device="cuda", train_dot_max_steps=1))
     assert "the rows are on the GPU and the dense part is on the CPU" in told.notes[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("given", [{}, TABLES], ids=["one table", "several"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_pipeline_learns_the_same(data, tmp_path, given, device):
+    options = {"table_dot_device": device, "train_dot_device": "cuda", "data_dot_prefetch": 2, **given}
+    plain, piped = (
+        run(settings(data, tmp_path / str(pipeline), train_dot_pipeline=pipeline, **options)).ended
+        for pipeline in (False, True)
+    )
+    assert [piped[name] for name in ("samples", "rows", "step")] == [
+        plain[name] for name in ("samples", "rows", "step")
+    ]
+    assert piped["logloss"] == pytest.approx(plain["logloss"], rel=1e-4)  # a GPU adds up in an order of its own

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +14,8 @@ from shoal.background.queue import BoundedQueue, EndOfInput
 
 T = TypeVar("T")
 JOIN_S = 60.0
+WAITED_S, WAITED_SHARE = 0.25, 0.1
+"""A source that has waited for longer than this, and than this share of all time, is slow."""
 
 
 class ReadAhead(Iterator[T], Generic[T]):
@@ -79,6 +83,45 @@ class ReadAhead(Iterator[T], Generic[T]):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class ReadAheadIfSlow(Iterator[T], Generic[T]):
+    """Iterates over ``source`` in the caller's thread until that is seen to wait, then as `ReadAhead` does.
+
+    For machines with few cores, where a thread that parses takes from the caller what it saves, and one that waits
+    for a disk or a network does not. Time in which this process uses no CPU counts as waiting.
+    """
+
+    def __init__(self, source: Iterable[T], depth: int = 8, *, name: str = "shoal-read") -> None:
+        self._source: Iterator[T] = iter(source)
+        self._owned = self._source is not source
+        self._depth, self._name = depth, name
+        self._ahead: ReadAhead[T] | None = None
+        self._begun = time.perf_counter()
+        self._waited_s = 0.0
+
+    def __next__(self) -> T:
+        if self._ahead is not None:
+            return next(self._ahead)
+        begin, used = time.perf_counter(), time.process_time()
+        item = next(self._source)
+        end = time.perf_counter()
+        self._waited_s += max(0.0, end - begin - (time.process_time() - used))
+        if self._waited_s > max(WAITED_S, WAITED_SHARE * (end - self._begun)):
+            self._ahead = ReadAhead(self._source, self._depth, name=self._name)
+        return item
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a thread reads."""
+        return self._ahead is not None
+
+    def close(self) -> None:
+        """Ends the thread, if there is one."""
+        if self._ahead is not None:
+            self._ahead.close()
+        with contextlib.suppress(ValueError):  # a generator that the thread is still in
+            _close(self._source, self._owned)
 
 
 def _fill(source: Any, owned: bool, queue: BoundedQueue, inside: Callable[[], AbstractContextManager[Any]]) -> None:

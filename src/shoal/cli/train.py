@@ -84,6 +84,12 @@ class Flags:
     """Where the dense part computes: cpu, cuda, cuda:1; rows are where --set table.device=… says."""
     threads: int | None = None
     """Of torch and of the tables; by default all CPUs."""
+    staleness: int | None = None
+    """Steps by which rows are read early, so that reads and updates are made beside the dense part; 0, the default, is
+    exact, and 1 hides waits for parameter servers and other ranks."""
+    sequential: bool = False
+    """Read, exchange ids and learn one after the other. By default the next batches are made ready while a step
+    computes, with the same results, to the last bit."""
     ps: tuple[str, ...] | None = None
     """Parameter servers that hold the rows, in the order of their shards; REGISTRY#GROUP for those of a group."""
     out: str | None = None
@@ -124,6 +130,7 @@ _WHERE = {
     "train": "data.train", "eval": "data.eval", "format": "data.format", "model": "model.name",
     "epochs": "train.epochs", "batch_size": "train.batch_size", "max_steps": "train.max_steps", "lr": "train.lr",
     "dim": "table.dim", "seed": "train.seed", "device": "train.device", "threads": "train.threads", "ps": "train.ps",
+    "staleness": "train.staleness",
     "out": "out.dir", "keep": "out.keep", "checkpoint_steps": "out.every_steps", "log_steps": "out.log_steps",
     "eval_steps": "eval.every_steps", "patience": "eval.patience", "tensorboard": "out.tensorboard",
     "metrics": "out.metrics",
@@ -153,6 +160,8 @@ def changes(flags: Flags) -> dict[str, Any]:
     given = {_WHERE[name]: getattr(flags, name) for name in _WHERE if getattr(flags, name) is not None}
     if flags.strict:
         given["train.strict"] = True
+    if flags.sequential:
+        given["train.pipeline"] = False
     for one in flags.set or ():
         key, equals, text = one.partition("=")
         if not equals:

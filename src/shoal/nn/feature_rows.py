@@ -103,12 +103,12 @@ class FeatureRows(nn.Module):
 
     def locate(self, samples: SampleIds) -> Located:
         """Locates the ids of samples, before the forward that takes the result in place of them."""
+        return located(self, lambda: self.ask(samples))
 
-        def ask() -> Asked:
-            inner, n = self.module.ask(*self._arguments(samples)), len(samples)
-            return Asked(inner.request, lambda outputs: self._shaped(inner.finish(outputs), n))
-
-        return located(self, ask)
+    def ask(self, samples: SampleIds) -> Asked:
+        """A forward in two halves: what it reads, and what it makes of that."""
+        inner, n = self.module.ask(*self._arguments(samples)), len(samples)
+        return Asked(inner.request, lambda outputs: self._shaped(inner.finish(outputs), n))
 
     def _arguments(self, samples: SampleIds) -> tuple[Any, ...]:
         if self.single is not None:

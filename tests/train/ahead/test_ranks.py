@@ -173,6 +173,43 @@ def test_ids_are_exchanged_while_a_step_computes(staleness):
     assert raised(in_ranks(2, overlapped, staleness)) == [{"find_steps": 6, "_rows_of": 6}] * 2
 
 
+def evaluates(ranks):
+    """Batch 3 is located while rank 0 evaluates, after its second step, and while rank 1 is in training mode."""
+    model = Spread(over(ranks), ranks.rank)
+    ask, asked, numbers = model.words.ask, [], iter(range(6))
+    evaluating, located = threading.Event(), threading.Event()
+
+    def slow(*args, **kwargs):
+        if len(asked) == 3:
+            assert evaluating.wait(DEADLINE_S)
+        asked.append(model.training)
+        found = ask(*args, **kwargs)
+        if len(asked) == 4:
+            located.set()
+        return found
+
+    model.words.ask = slow
+
+    def step(batch):
+        model(batch).backward()
+        if next(numbers) == 1:
+            model.train(ranks.rank == 1)
+            evaluating.set()
+            assert located.wait(DEADLINE_S)
+            model.train()
+
+    pipeline = Pipeline(model, step=step)
+    list(pipeline(make_batches(ranks.rank, 6)))
+    return pipeline.report()["located"], asked
+
+
+def test_an_evaluation_between_steps_does_not_change_how_ids_are_located():
+    (first, modes), (second, others) = raised(in_ranks(2, evaluates))
+    assert first == second == 2 * 5
+    assert modes == [True, True, True, False, True, True]
+    assert others == [True] * 6
+
+
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 

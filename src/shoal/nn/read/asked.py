@@ -11,6 +11,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.nn.read.ops import Request, find_ahead, read, read_ahead
 from shoal.nn.read.refusal import tell_ranks
+from shoal.table.protocol import Missing
 
 
 class Asked(NamedTuple):
@@ -77,10 +78,16 @@ class Located:
         return [one for one in held if isinstance(one, torch.Tensor)]
 
 
-def located(module: Any, ask: Callable[[], Asked]) -> Located:
-    """What a module asks for, located. Where that fails, the other ranks are told."""
+def located(module: Any, ask: Callable[[], Asked], missing: Missing | None = None) -> Located:
+    """What a module asks for, located. Where that fails, the other ranks are told.
+
+    ``missing``: how the forward will answer ids without a row, where the module's mode of now may be another.
+    """
     try:
-        return Located(module, ask())
+        asked = ask()
+        if missing is not None and asked.request is not None:
+            asked = asked._replace(request=asked.request._replace(missing=missing))
+        return Located(module, asked)
     except Exception as error:
         tell_ranks(module.groups(), error)
         raise

@@ -52,6 +52,7 @@ class CachedHashTable(CudaHashTable):
         evict: which rows leave the cache: `Lru`, those not used for longest, or `Lfu`, those used by the fewest calls;
             here reads count, too. A budget of the CPU table stays that table's: `eviction_stats` and the calls like it
             are its own.
+        deterministic: as of `HashTable`.
     """
 
     grows = False
@@ -64,6 +65,7 @@ class CachedHashTable(CudaHashTable):
         device: Any = "cuda",
         timeout: timedelta = timedelta(minutes=2),
         evict: Lru | Lfu | str = "lru",
+        deterministic: bool = False,
     ) -> None:
         if table.on_gpu or table.serving:
             raise ConfigError(f"table {table.name!r}: a cached table must be a CPU table for training")
@@ -90,6 +92,7 @@ class CachedHashTable(CudaHashTable):
             on_bad_gradient=table.on_bad_gradient,
             seed=table.seed,
             device=device,
+            deterministic=deterministic,
             clocked=table.clocked,
         )
         self._host.raise_max_update_time(table.max_update_time)

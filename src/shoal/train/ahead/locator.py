@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shoal.nn.module import TableModule
-from shoal.nn.read.asked import Located
-from shoal.table.protocol import Group
+from shoal.nn.read.asked import Located, located
+from shoal.table.protocol import Group, Missing
 from shoal.train.ahead.parts import Parts, learn, same
 from shoal.train.ahead.uneven import offsets_in
 
@@ -43,12 +44,16 @@ class Locator:
         self._batch: Any = None
         self._entries: list[Entry] = []
         self._hooks: list[Any] = []
+        self._missing: dict[int, Missing] = {}
 
     def groups(self) -> list[Group]:
         """Of all tables of the model."""
         return list({id(group): group for one in self.tables for group in one.groups()}.values())
 
     def attach(self) -> None:
+        """Begins a pass, with the modules in the mode in which they are now: an evaluation in between changes it for a
+        while, and not for the batches that are located then."""
+        self._missing = {id(one): one.missing() for one in self.modules.values()}  # pyrefly: ignore
         self._hooks = [
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True) for module in self.modules.values()
         ]
@@ -67,7 +72,8 @@ class Locator:
                 args, kwargs = parts.of(batch)
             except (LookupError, AttributeError, TypeError):  # this batch is of another form
                 continue
-            entries.append(Entry(module, args, kwargs, module.locate(*args, **kwargs)))  # pyrefly: ignore
+            found = located(module, partial(module.ask, *args, **kwargs), self._missing[id(module)])  # pyrefly: ignore
+            entries.append(Entry(module, args, kwargs, found))
         return entries
 
     def offsets(self, batch: Any) -> frozenset[int]:
@@ -112,7 +118,7 @@ def tensors_of_entries(entries: list[Entry]) -> Iterator[Tensor]:
 
 def _outermost(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The modules that can locate, and are in no other that can."""
-    if callable(getattr(model, "locate", None)):
+    if callable(getattr(model, "locate", None)) and callable(getattr(model, "ask", None)):
         yield name, model
         return
     for child, module in model.named_children():

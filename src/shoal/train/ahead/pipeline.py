@@ -56,10 +56,13 @@ class Pipeline:
             of the batch: what has to be computed from it first is computed here.
         staleness: see above. Raise it from 0 to 1 when steps wait for servers or other ranks, and evaluate the model
             again.
-        ahead: batches that wait to be used. Raise it when reading is fast on average, but sometimes slow.
+        ahead: batches that wait to be used; 0: batches are read when they are asked for. Raise it when reading is fast
+            on average, but sometimes slow.
         on_uneven: with tables over ranks, what happens when some ranks run out of batches before others: ``"join"``,
             they take part without samples; ``"stop"``, all stop; ``"error"``, all raise.
         empty_batch: makes a batch without samples of the last one (or of None), where that is not obvious.
+        section: a number that rises with the batches, such as the epoch: ranks use all batches of one section before
+            those of the next.
     """
 
     def __init__(
@@ -79,8 +82,8 @@ class Pipeline:
     ) -> None:
         if staleness < 0:
             raise ConfigError(f"Pipeline: staleness must be >= 0, got {staleness}")
-        if ahead < 1:
-            raise ConfigError(f"Pipeline: ahead must be at least 1, got {ahead}")
+        if ahead < 0:
+            raise ConfigError(f"Pipeline: ahead must be >= 0, got {ahead}")
         if on_uneven not in ("join", "stop", "error"):
             raise ConfigError(f"Pipeline: on_uneven must be 'join', 'stop' or 'error', got {on_uneven!r}")
         if step is not None and (optimizer is not None or reduce is not None):
@@ -90,6 +93,8 @@ class Pipeline:
         self.staleness = staleness
         self.joined = False
         """Whether the batch that came last has no samples, since this rank has run out of them."""
+        self.section = 0
+        """Of the batch that came last."""
         self.wait_s = 0.0
         """Seconds that steps waited for their batches so far. If it is most of the time, reading is too slow."""
         self.steps = 0
@@ -138,7 +143,7 @@ class Pipeline:
         run = self._run = Run(self._settings, batches, self._locator)
         try:
             for made in run.rounds():
-                self.joined = made.joined
+                self.joined, self.section = made.joined, made.section
                 self.steps += 1
                 yield made.batch
                 self.wait_s = before + run.wait_s

@@ -21,6 +21,7 @@ class Round:
 
     number: int
     batch: Any
+    section: int
     joined: bool
     """This rank had run out: the batch has no samples."""
     entries: list[Entry] = field(default_factory=list)
@@ -104,9 +105,9 @@ class Rounds:
                 if verdict.mine:
                     assert held is not None
                     last, held = held, None
-                    made = Round(number, last.batch, False)
+                    made = Round(number, last.batch, verdict.section, False)
                 else:
-                    made = Round(number, self._without_samples(last), True)
+                    made = Round(number, self._without_samples(last), verdict.section, True)
                 self._locate(made)
                 yield made
                 if self._in_step and not self._locator.learned:

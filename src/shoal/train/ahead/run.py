@@ -61,12 +61,13 @@ class Run:
         by_stream = gpu is not None and devices == {gpu} and not remote
         ranks = _ranks_of(groups)
         locator.enabled = settings.staleness > 0 or ranks is None or ranks.aside is not None
+        locator.attach()
         self.lane: Lane | None = None
         self._closed = False
         self._threads: list[ReadAhead[Any]] = []
         reading = _Reading(batches, settings.transform, self._mover)
         waits = remote or (settings.staleness > 0 and not by_stream)  # reading goes on while what follows waits
-        read = self._thread(reading, settings.ahead, "read", self._mover.inside) if waits else iter(reading)
+        read = self._thread(reading, settings.ahead if waits else 0, "read", self._mover.inside)
         self._rounds = Rounds(
             read, locator, Agreement(None if ranks is None else ranks.aside, settings.on_uneven), self._mover,
             section=settings.section, empty_batch=settings.empty_batch,
@@ -91,7 +92,6 @@ class Run:
 
     def rounds(self) -> Iterator[Round]:
         """One after the other; the step of one ends before the next is asked for."""
-        self._locator.attach()
         ready = self._fetched() if self._settings.staleness else self._made
         while True:
             begin = time.perf_counter()

@@ -24,6 +24,8 @@ class Verdict(NamedTuple):
     goes_on: bool
     mine: bool
     """Whether this rank uses its batch now; else it takes part without samples."""
+    section: int = 0
+    """Of the batches that are used."""
 
 
 class Agreement:
@@ -49,7 +51,7 @@ class Agreement:
         """
         number, self._number = self._number, self._number + 1
         if self._ranks is None:
-            return Verdict(says == HAS, says == HAS)
+            return Verdict(says == HAS, says == HAS, section)
         rank, told = self._ranks.rank, self._ranks.current.gather_ints([says, section])
         for what, kind in ((FAILED, "could not read its batch"), (CLOSED, "stopped before batch")):
             who = [r for r, (said, _) in enumerate(told) if said == what and r != rank]
@@ -71,7 +73,7 @@ class Agreement:
                 "every rank at least one batch, or empty_batch=, or use on_uneven='stop'"
             )
         first = min(told[r][1] for r in have)
-        return Verdict(True, says == HAS and section == first)
+        return Verdict(True, says == HAS and section == first, first)
 
     def leave(self) -> None:
         """Tells the others that this rank stops here; those that go on raise."""

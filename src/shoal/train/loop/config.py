@@ -53,7 +53,8 @@ class DataConfig:
     """Rows in memory that are shuffled; 0 keeps the order. Raise it when neighbours in the files are alike."""
     prefetch: int | None = None
     """Batches that a thread reads ahead; 0 reads between steps, on all threads. By default 8, and 0 where there are no
-    more than two CPUs: there a reading thread takes more from the step than it saves."""
+    more than two CPUs, until reading is seen to wait: there a thread that parses takes more from the step than it
+    saves."""
     message_format: str | None = None
     """The format of messages, and of files in growing directories, where other files have another; by default
     ``format``, and json where that is parquet and one of the sources is not a directory."""
@@ -202,14 +203,22 @@ class TrainConfig:
     """Addresses of parameter servers that hold the rows, all of them in the order of their shards."""
     ps_deadline_s: float = 600.0
     """How long a parameter server may be away."""
+    pipeline: bool = True
+    """While a step computes, the next batches are read (``data.prefetch``), and their ids exchanged with other ranks or
+    dealt out to servers. Results are the same bits. Turn it off to see where time goes."""
+    staleness: int = 0
+    """Steps by which rows are read early, so that reads and updates are made beside the dense part; 0: none. Set it to
+    1 when steps wait for parameter servers or other ranks, and compare evaluations: rows then miss one update."""
     ps_restore: bool = True
     """Going on from a checkpoint brings the rows on the servers back to it. Turn it off where other runs share them."""
 
     def __post_init__(self) -> None:
         at_least(
             "train", self, epochs=1, batch_size=1, lr=0, max_steps=1, threads=1, ps_deadline_s=0, warmup_steps=0,
-            schedule_steps=1, lr_end=0, decay_every=1, decay=0, accumulate=1,
+            schedule_steps=1, lr_end=0, decay_every=1, decay=0, accumulate=1, staleness=0,
         )  # fmt: skip
+        if self.staleness and not self.pipeline:
+            raise ConfigError(f"[train] staleness = {self.staleness} needs pipeline = true")
         if self.lr_end > 1:
             raise ConfigError(
                 f"[train] lr_end is a share of the learning rate and must be at most 1, got {self.lr_end}"

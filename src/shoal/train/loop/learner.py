@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -77,15 +77,18 @@ class Learner:
             )
         return logits
 
-    def learn(self, parts: Sequence[Samples | None], step: int) -> float:
-        """Computes the dense gradients and updates rows. Returns the loss, NaN without samples."""
+    def learn(self, parts: Iterable[Samples | None], step: int) -> tuple[float, int]:
+        """Computes the dense gradients and updates rows. Returns the loss, NaN without samples, and how many came."""
         self.bucket.zero()
-        losses = [self._learn_part(samples, step) for samples in parts]
-        return sum(loss for loss in losses if not math.isnan(loss)) if any(parts) else math.nan
+        losses, count = [], 0
+        for samples in parts:
+            losses.append(self._learn_part(samples, step))
+            count += 0 if samples is None else len(samples)
+        return sum(loss for loss in losses if not math.isnan(loss)) if count else math.nan, count
 
     def _learn_part(self, samples: Samples | None, step: int) -> float:
-        if samples is None:
-            self.rows.nothing(learn=True)
+        if not samples:
+            self.rows.nothing(learn=True, samples=samples)
             return math.nan
         logits = self.logits(samples)
         label = samples.label.to(self.device)

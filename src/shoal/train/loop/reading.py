@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any, NamedTuple
 
+from shoal.background.ahead import ReadAheadIfSlow
 from shoal.comm.ranks.ranks import Ranks
 from shoal.data.live.stream import LiveStream
 from shoal.data.source import BadRow
 from shoal.data.stream import Batch, Stream
 from shoal.errors import DataError
+from shoal.train.ahead.pipeline import Pipeline
 from shoal.train.loop.config import Config
 from shoal.train.loop.reporter import Reporter
+from shoal.train.loop.tables import Rows
 
 _LISTED = 5
+_SLOW_AHEAD = 4  # batches that are read ahead once reading is seen to wait
 
 
 class Reading:
@@ -123,6 +128,60 @@ class Reading:
         reporter.note(f"[data] {name}: {empty}")
 
 
+class Feed:
+    """Reads the stream of a run ahead, and has the ids of its batches located, as ``[train] pipeline`` says.
+
+    Iterate over it once, in a ``with`` statement.
+    """
+
+    def __init__(self, config: Config, stream: Stream | LiveStream, rows: Rows) -> None:
+        self._stream, self._rows = stream, rows
+        train = config.train
+        depth = config.data.ahead() if train.pipeline else 0
+        self._source: Any = stream
+        if train.pipeline and not depth and config.data.prefetch is None:
+            self._source = ReadAheadIfSlow(stream, _SLOW_AHEAD)
+        self._pipeline = None
+        if train.pipeline:
+            self._pipeline = Pipeline(
+                rows, staleness=train.staleness, ahead=depth, empty_batch=self._without_samples,
+                section=lambda batch: batch.state["epoch"],
+            )  # fmt: skip
+        self.in_step = rows.together and train.pipeline
+        """Whether all ranks have batches together, those without samples among them."""
+
+    def __iter__(self) -> Iterator[tuple[Batch, int]]:
+        """Batches, each with its epoch; the step of one ends before the next is asked for."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            yield from ((batch, batch.state["epoch"]) for batch in self._stream)
+            return
+        with closing(pipeline.batches(self._source)) as batches:
+            for batch in batches:
+                yield batch, pipeline.section
+
+    def settle(self) -> None:
+        """Waits until every update is in the rows. All ranks call it together."""
+        if self._pipeline is not None:
+            self._pipeline.flush()
+
+    def close(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.close()
+        if isinstance(self._source, ReadAheadIfSlow):
+            self._source.close()
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _without_samples(self, last: Batch | None) -> Batch:
+        """What a rank that has read all of its data takes part with, where it stands."""
+        return Batch(samples=self._rows.no_samples(), state=self._stream.state if last is None else last.state)
+
+
 class Wishes(NamedTuple):
     """What is to happen after a step, if some rank wants it."""
 
@@ -137,29 +196,40 @@ class Wishes(NamedTuple):
 
 
 class Epochs:
-    """Batches of one epoch after the other."""
+    """Batches of one epoch after the other.
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-        self._held: Batch | None = None
+    Args:
+        batches: each with its epoch.
+        in_step: ranks have batches together, those without samples among them.
+    """
+
+    def __init__(self, batches: Iterator[tuple[Batch, int]], *, in_step: bool = False) -> None:
+        self._batches, self._in_step = batches, in_step
+        self._held: tuple[Batch, int] | None = None
 
     def next_of(self, epoch: int) -> Batch | None:
         """The next batch of an epoch; None when it has ended."""
-        batch = self._held if self._held is not None else next(self._batches, None)
+        held = self._held if self._held is not None else next(self._batches, None)
         self._held = None
-        if batch is not None and batch.state["epoch"] > epoch:
-            self._held, batch = batch, None
-        return batch
+        if held is None:
+            return None
+        if held[1] > epoch:
+            self._held = held
+            return None
+        return held[0]
 
-    def parts_of(self, epoch: int, count: int) -> list[Batch | None]:
-        """Batches of one step; None for those that are missing at the end of an epoch, or while nothing comes."""
-        parts: list[Batch | None] = []
-        while len(parts) < count:
-            batch = self.next_of(epoch)
-            parts.append(batch)
-            if batch is not None and not len(batch):  # nothing came for a moment: learn from what there is
-                break
-        return parts + [None] * (count - len(parts))
+    def parts_of(self, epoch: int, count: int, first: Batch | None) -> Iterator[Batch | None]:
+        """Batches of one step, ``first`` and further ones, each when the one before has been learnt from.
+
+        None for those that are missing at the end of an epoch, or while nothing comes.
+        """
+        batch, idle = first, False
+        for number in range(count):
+            if number:
+                batch = None if idle else self.next_of(epoch)
+            yield batch
+            # Nothing came for a moment: learn from what there is.
+            idle = idle or (batch is not None and not len(batch) and not self._in_step)
 
 
 def _listed(files: list[str]) -> str:

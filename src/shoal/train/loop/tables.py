@@ -102,12 +102,16 @@ class Rows(nn.Module):
 
     # --- all ranks together -------------------------------------------------------------------------------------------
 
-    def nothing(self, *, learn: bool) -> None:
-        """The part of a rank without samples in a step of all ranks."""
+    def nothing(self, *, learn: bool, samples: Samples | None = None) -> None:
+        """The part of a rank without samples in a step of all ranks; ``samples`` are such, where there are some."""
         if self.together:
-            rows = self(Samples.empty(0, len(self.features), ragged=self._ragged))
+            rows = self(self.no_samples() if samples is None else samples)
             if learn:
                 rows.sum().backward()
+
+    def no_samples(self) -> Samples:
+        """None, as far as ids go."""
+        return Samples.empty(0, len(self.features), ragged=self._ragged)
 
     # --- what there is ------------------------------------------------------------------------------------------------
 

@@ -6,14 +6,13 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from shoal import _core
-from shoal.background.ahead import ReadAhead
 from shoal.comm.ranks.ranks import Ranks
 from shoal.comm.ranks.torch_ranks import start_ranks
 from shoal.data.samples import Samples
@@ -34,7 +33,7 @@ from shoal.train.loop.measure.evaluation import evaluate
 from shoal.train.loop.measure.metrics import merged
 from shoal.train.loop.measure.summaries import Summaries
 from shoal.train.loop.publish import Publishing
-from shoal.train.loop.reading import Epochs, Reading, Wishes
+from shoal.train.loop.reading import Epochs, Feed, Reading, Wishes
 from shoal.train.loop.reporter import Reporter
 from shoal.train.loop.saving import Progress, Saver
 from shoal.train.loop.warm_start import warm_start
@@ -106,6 +105,7 @@ class Trainer:
         self.summaries = Summaries(config.out.tensorboard, self.ranks)
         self._exhausted = False
         self._loss = math.nan
+        self._last_batch: Batch | None = None
         self._marks = {"report": time.monotonic(), "evaluate": time.monotonic()}
         self._files = [[os.path.basename(path), os.path.getsize(path)] for path in self.stream.files]
         self.saver: Saver | None = None
@@ -155,11 +155,14 @@ class Trainer:
         again = f"/{self.at.run:x}" if self._new_writer and self.resumed is not None else ""
         self._writer = self.reader.pop("writer", None) or f"{self.at.name}/{self.ranks.rank}{again}"
         client.continue_writes(self._writer, numbers or [0] * client.num_ps)
-        live, accumulates = self.reading.live, self.config.train.accumulate > 1
+        live, train = self.reading.live, self.config.train
         assert live is not None
         live.note = self.reporter.note
-        if accumulates or not live.learn_by_partition(client):
-            what = "steps of several batches" if accumulates else "these sources"
+        what = (
+            "steps of several batches" if train.accumulate > 1 else "a run with a staleness" if train.staleness else ""
+        )
+        if what or not live.learn_by_partition(client):
+            what = what or "these sources"
             self.reporter.note(
                 f"updates of {what} are named by this run and its batches: it must be started again with its out.dir"
             )
@@ -206,8 +209,9 @@ class Trainer:
             if self._names_writes and self._new_writer:
                 # So that a run that is killed before its first checkpoint finds the names of its updates.
                 self._save(replace=True)
-            with ReadAhead(self.stream, self.config.data.ahead()) as batches:
-                why = self._loop(Epochs(iter(batches)))
+            with Feed(self.config, self.stream, self.rows) as feed:
+                why = self._loop(feed)
+                feed.settle()
             if unread and why == "finished" and self.at.samples == first and self.reading.live is None:
                 raise self.reading.no_samples()
         seconds = time.perf_counter() - begun
@@ -226,9 +230,10 @@ class Trainer:
         self.reporter.end(**result)
         return result
 
-    def _loop(self, batches: Epochs) -> str:
+    def _loop(self, feed: Feed) -> str:
         """Why it ended."""
         config, at = self.config, self.at
+        batches = Epochs(iter(feed), in_step=feed.in_step)
         mark, mark_samples = time.perf_counter(), at.samples
         rolled_back = self.saver is not None and self.saver.rolled_back
         if self.ranks.from_first((self.exports.first_due or rolled_back) and self.guard.allows(at.step)):
@@ -236,13 +241,15 @@ class Trainer:
         while at.epoch < self.reading.epochs:
             if config.train.max_steps is not None and at.step >= config.train.max_steps:
                 return "max_steps"
-            parts = batches.parts_of(at.epoch, config.train.accumulate)
-            batch = next((part for part in reversed(parts) if part is not None), None)
-            if batch or self.ranks.world_size > 1:
+            first_part = batches.next_of(at.epoch)
+            if first_part or self.ranks.world_size > 1:
                 self.hooks.before_run()
-            total, wishes = self._step(parts)
+            records = first_part.records if first_part else None  # of the whole step, which has one batch then
+            with contextlib.nullcontext() if records is None else self.rows.client.records(*records):
+                total, wishes = self._step(batches.parts_of(at.epoch, config.train.accumulate, first_part))
             if not total and not wishes.goes_on:  # no rank has any more of this epoch
                 at.epoch += 1
+                feed.settle()
                 if not config.eval.every_steps and self._evaluate():
                     return "early_stop"
                 continue
@@ -251,7 +258,10 @@ class Trainer:
                 at.step += 1
                 at.samples += total
                 if self.hooks:
-                    stop, save = self._after_run(batch, total, stop, save)
+                    stop, save = self._after_run(total, stop, save)
+            due = total and config.eval.every_steps and at.step % config.eval.every_steps == 0
+            if wishes.push or due or wishes.evaluate or stop or save or wishes.export:
+                feed.settle()
             if wishes.push:
                 self.publishing.round()
             self.reporter.tick(step=at.step, epoch=at.epoch, samples=at.samples)
@@ -260,7 +270,6 @@ class Trainer:
                 rate = (at.samples - mark_samples) / (now - mark)
                 self._tell(rate)
                 mark, mark_samples = time.perf_counter(), at.samples
-            due = total and config.eval.every_steps and at.step % config.eval.every_steps == 0
             if (due or wishes.evaluate) and self._evaluate():
                 return "early_stop"
             if stop:
@@ -298,17 +307,10 @@ class Trainer:
             ends.append(self.at.samples * self.config.train.max_steps / self.at.step)
         return max(0.0, min(ends) - self.at.samples) / rate if ends and rate else None
 
-    def _step(self, batches: Sequence[Batch | None]) -> tuple[int, Wishes]:
+    def _step(self, batches: Iterable[Batch | None]) -> tuple[int, Wishes]:
         """Samples of all ranks, and what some rank wants to happen then."""
-        records = next((batch.records for batch in batches if batch is not None and len(batch)), None)
-        with contextlib.nullcontext() if records is None else self.rows.client.records(*records):
-            return self._learn(batches)
-
-    def _learn(self, batches: Sequence[Batch | None]) -> tuple[int, Wishes]:
-        parts = [batch.samples if batch else None for batch in batches]
-        for samples in parts:
-            self._tell_time(samples)
-        self._loss = self.learner.learn(parts, self.at.step + 1)
+        self._last_batch = None
+        self._loss, count = self.learner.learn(self._samples_of(batches), self.at.step + 1)
         save = self.saver is not None and self.saver.wants(self.at.step + 1)
         export, evaluate = self.exports.wants(), self._due("evaluate", self.config.eval.every_s)
         every = self.config.eval.every_steps
@@ -324,17 +326,24 @@ class Trainer:
             export=export,
             report=self._due("report", self.config.out.log_s),
             evaluate=evaluate,
-            goes_on=self.reading.live is not None and any(batch is not None for batch in batches),
+            goes_on=self.reading.live is not None and self._last_batch is not None,
         )
-        total, *wishes = self.learner.step((sum(map(len, filter(None, parts))), *map(float, wants)), self.at.step)
-        for batch in batches:
-            if batch is not None:
-                self.reader = batch.state
+        total, *wishes = self.learner.step((count, *map(float, wants)), self.at.step)
+        if self._last_batch is not None:
+            self.reader = self._last_batch.state
         return round(total), Wishes(*(one > 0 for one in wishes))
 
-    def _tell_time(self, samples: Samples | None) -> None:
+    def _samples_of(self, batches: Iterable[Batch | None]) -> Iterator[Samples | None]:
+        """The samples of each batch of a step, when its turn comes."""
+        for batch in batches:
+            if batch is not None:
+                self._last_batch = batch
+                self._tell_time(batch.samples)
+            yield None if batch is None else batch.samples
+
+    def _tell_time(self, samples: Samples) -> None:
         """Sets the time that rows of this step are stamped with."""
-        if samples is None:
+        if not len(samples):
             return
         if samples.time is not None:
             self.rows.now_s = max(self.rows.now_s, int(samples.time.max()))
@@ -343,9 +352,10 @@ class Trainer:
         else:
             self.rows.now_s = self.at.started_s  # the same however often a run is resumed
 
-    def _after_run(self, batch: Batch | None, total: int, stop: bool, save: bool) -> tuple[bool, bool]:
+    def _after_run(self, total: int, stop: bool, save: bool) -> tuple[bool, bool]:
         """Calls the hooks after a step; whether to stop and to save then, which all ranks agree on."""
         values: dict[str, Any] = {"loss": self._loss, "samples": total}
+        batch = self._last_batch
         if batch is not None and batch.samples.time is not None and len(batch):
             values["req_time"] = int(batch.samples.time.max())
         self.hooks.after_run(self.at.step, values)
