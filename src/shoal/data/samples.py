@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -34,6 +34,11 @@ class Samples:
         if self.offsets is None:
             return self.ids.shape[1]
         return (self.offsets.shape[0] - 1) // max(len(self), 1)
+
+    def pin_memory(self) -> Samples:
+        """In memory that a GPU copies from without waiting."""
+        pinned = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) is not None}
+        return replace(self, **{name: one.pin_memory() for name, one in pinned.items()})
 
     def take(self, index: Tensor) -> Samples:
         """The samples with these numbers, in their order."""

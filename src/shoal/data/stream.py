@@ -3,25 +3,27 @@
 A stream reads a window of rows, permutes it by the seed, the epoch and the window's number, and hands it out in
 batches. Its position is therefore a few numbers: the cursor at the window's beginning, and how many of its batches
 were taken. Going on from there reads that window again. The positions of all ranks of a run can be dealt to another
-number of ranks (`shoal.data.lanes`).
+number of ranks (`shoal.data.lanes`), and so can those of the workers of a `DataLoader` (`shoal.data.workers`).
 """
 
 from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
 from shoal.data.features import Number
 from shoal.data.lanes import LATER, PLACE, Lane, deal, lane_of
 from shoal.data.samples import Samples
 from shoal.data.schema import Schema
 from shoal.data.source import BadRow, Cursor, Format, OnBad, Unit
+from shoal.data.workers import WORKER, WORKERS, Together, of_all_ranks, part_of
 from shoal.errors import ConfigError, DataError
 
 _UNEVEN = 1.5  # the most that a rank may have of the mean; above it ranks take batches of all files in turn
@@ -40,6 +42,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.samples)
 
+    def pin_memory(self) -> Batch:
+        """With samples in pinned memory, as a `DataLoader` asks for."""
+        return replace(self, samples=self.samples.pin_memory())
+
 
 class _Place:
     """The cursor that an iteration reads with, open from one window to the next: to find its place in a gzip file
@@ -54,8 +60,12 @@ class _Place:
             self.cursor = None
 
 
-class Stream:
+class Stream(IterableDataset[Batch]):
     """Iterates over batches of ``files``. Every rank makes one, with the same arguments but for ``rank``.
+
+    The workers of ``DataLoader(stream, batch_size=None, num_workers=…)`` share the files of their rank out. The batches
+    of a worker have that worker's state; those of `through` have one that all can be resumed from. Each worker makes
+    its own passes over its share, counts bad rows in the states of its batches, and calls its own copy of ``on_bad``.
 
     Args:
         files: paths and glob patterns, read in sorted order unless shuffled.
@@ -92,7 +102,7 @@ class Stream:
         self.form, self.schema = form, schema
         self.batch_size, self.shuffle_rows, self.seed, self.epochs = batch_size, shuffle_rows, seed, epochs
         self.rank, self.world = rank, world
-        self.files = expand(files)
+        self.files = list(files) if hasattr(form, "sources") else expand(files)
         self._on_bad = on_bad
         self._rules = schema.native()
         self._changes_numbers = any(schema.number(name) != Number() for name in schema.dense)
@@ -108,7 +118,9 @@ class Stream:
         # The batches of a shuffled window are copies, so the next one may be in the same memory.
         self._room: dict[str, np.ndarray] | None = {} if shuffle_rows else None
         self._measured = (0, 0.0)  # rows and the share of everything that was read for them
-        self.state = dict(self._progress)
+        self.first = dict(self._progress)
+        """The state of a stream that nothing was read of."""
+        self.state = dict(self.first)
         """From where iteration begins; that of a `Batch` to continue after it."""
 
     @property
@@ -118,12 +130,49 @@ class Stream:
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches from `state` on; each iteration begins there again."""
-        progress = self._progress = dict(self.state)
+        info = get_worker_info()
+        number, count = (0, 1) if info is None else (info.id, info.num_workers)
+        share = self if count == 1 and WORKERS not in self.state else part_of(self, number, count)
+        progress = self._progress = share._progress = dict(share.state)
         place = _Place()
         try:
-            yield from self._batches(progress, place)
+            for batch in share._batches(progress, place):
+                if count > 1:
+                    batch.state[WORKER] = [share.rank - self.rank * count, count]
+                yield batch
         finally:
             place.leave()
+
+    def through(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of a `DataLoader` over this stream, each with the state from which all workers continue.
+
+        ::
+
+            loader = DataLoader(stream, batch_size=None, num_workers=4)
+            for batch in stream.through(loader):
+                ...
+                save(batch.state)
+
+        ``stream.restart(batch.state)``, before the loader is made, continues there, in the same order, or with another
+        number of workers in another one.
+        """
+        together: Together | None = None
+        for batch in loader:
+            if WORKER not in batch.state:  # there are no workers, or one
+                yield batch
+                continue
+            if together is None:
+                _, count = batch.state[WORKER]
+                parts = sorted((part_of(self, number, count) for number in range(count)), key=lambda one: one.rank)
+                together = Together([part.state for part in parts])
+            yield replace(batch, state=together.after(batch.state))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers that are not forked."""
+        return {name: value for name, value in self.__dict__.items() if name != "_rules"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _rules=state["schema"].native())
 
     def _batches(self, progress: dict[str, Any], place: _Place) -> Iterator[Batch]:
         skip = progress["batch"]
@@ -172,22 +221,33 @@ class Stream:
 
     def restart(self, state: Mapping[str, Any]) -> None:
         """Iteration begins behind the batch that ``state`` is of."""
+        if WORKER in state:
+            number, count = state[WORKER]
+            raise DataError(
+                f"the state of a stream is that of worker {number} of {count} alone; take those of the batches of "
+                "stream.through(loader)"
+            )
+        if WORKERS in state:
+            self.state = dict(state)
+            return
         state = {**LATER, **state}
-        missing = sorted(self.state.keys() - state.keys())
+        missing = sorted(self.first.keys() - state.keys())
         if missing:
             raise DataError(f"the state of a stream lacks {', '.join(missing)}")
         lane = self._lane(state)
         if not 0 <= lane.unit <= max(1, len(lane.chosen(len(self._units)))):
             raise DataError(f"the state of a stream is at unit {lane.unit}, but there are fewer")
-        self.state = {name: state[name] for name in self.state}
+        self.state = {name: state[name] for name in self.first}
 
     def dealt(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The state from which this rank continues, where ``states`` are those of all ranks of a run, by rank.
 
         Where that run had as many ranks it is this rank's own state. Else what is left of the epoch is dealt out to the
         ranks that there are now, so that each of its samples is read once. Ranks need not talk to each other: all must
-        give the same states, of the same step.
+        give the same states, of the same step. States of workers are dealt out when the workers are there.
         """
+        if any(WORKERS in state for state in states):
+            return of_all_ranks(states, self.first)
         each = [{**LATER, **state} for state in states]
         world = len(each)
         if world == self.world:
