@@ -4,6 +4,7 @@ from shoal.data.features import Feature as Feature
 from shoal.data.features import Number as Number
 from shoal.data.formats import FORMATS as FORMATS
 from shoal.data.formats import make_format as make_format
+from shoal.data.frames.format import stream_frames as stream_frames
 from shoal.data.generate import CriteoLike as CriteoLike
 from shoal.data.generate import write_criteo as write_criteo
 from shoal.data.joining.config import JoinConfig as JoinConfig

@@ -1,0 +1,1 @@
+"""Samples of frames in memory and of datasets: Polars, pandas, Arrow and Hugging Face."""
