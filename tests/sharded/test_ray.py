@@ -1,34 +1,18 @@
 """Servers and trainers on a local Ray: placed, killed, back again."""
 
-import os
 from datetime import timedelta
 
 import pytest
 import torch
 
-import shoal
 from shoal.errors import ConfigError, DeadlineError
 from shoal.sharded import PsClient, ps_table
+from tests.ray_cluster import start_ray
 from tests.sharded.helpers import LONG, broken_trainer, trainer
 
 ray = pytest.importorskip("ray")
 
 SETTINGS = {"optimizer": "sgd", "lr": 1.0, "initializer": "zeros"}
-
-
-def start_ray(path):
-    """A local Ray. Its own server has 15 s to come up, which on a busy machine is not always enough."""
-    for last in (False, False, True):
-        try:
-            return ray.init(
-                num_cpus=4, include_dashboard=False, log_to_driver=False,
-                runtime_env={"env_vars": {"PYTHONPATH": path}},
-            )  # fmt: skip
-        except RuntimeError as error:
-            if last or "Timed out" not in str(error):
-                raise
-            ray.shutdown()
-    return None
 
 
 @pytest.mark.slow
@@ -41,8 +25,7 @@ def test_a_local_ray_places_servers_and_trainers_and_brings_back_the_dead(tmp_pa
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(ConfigError, match=r"ray\.init"):
         RayServers(1)
-    source = os.path.dirname(os.path.dirname(os.path.abspath(shoal.__file__)))  # the one that is tested here
-    start_ray(f"{source}:{os.getcwd()}")
+    start_ray()
     try:
         with RayServers(2, durability="log", directory=str(tmp_path / "rows"), start_within=LONG) as servers:
             assert servers.run(trainer, 2, num_cpus=0.5) == [0, 1]
