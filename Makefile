@@ -79,11 +79,12 @@ core-test: ## the native core's own tests
 	  cmake --build build/core -j $(JOBS) >/dev/null; status=$$?; rm build/core.unfinished; exit $$status
 	ctest --test-dir build/core --output-on-failure
 
-sanitize: ## the same under address+undefined and thread sanitizers
+sanitize: ## the same under address+undefined and thread sanitizers, and a minute of damaged input for a sanitized extension
 	for s in address,undefined thread; do \
 	  cmake -S . -B build/san-$${s%%,*} -DSHOAL_PYTHON=OFF -DSHOAL_TESTS=ON -DSHOAL_SANITIZE=$$s >/dev/null && \
 	  cmake --build build/san-$${s%%,*} -j $(JOBS) >/dev/null && \
 	  ctest --test-dir build/san-$${s%%,*} --output-on-failure || exit 1; done
+	$(MAKE) fuzz-sanitize SECONDS=60
 
 chaos: packages $(VENV)/.installed ## faults applied to real servers, bounded to ten minutes; the seed is printed
 	timeout 600 $(BIN)/python -m benchmarks.reliability --every 10 --freeze

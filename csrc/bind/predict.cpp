@@ -22,6 +22,7 @@ RowView view_of(nb::handle given) {
 // (kind, op, out, a, b or None, numbers, (constant, k, n, row, column), (chosen, before, size, after))
 RowStep step_of(nb::handle given) {
   const auto fields = nb::cast<nb::tuple>(given);
+  if (fields.size() != 8) throw std::invalid_argument("row net: a step must have 8 fields");
   RowStep step;
   const int kind = nb::cast<int>(fields[0]), op = nb::cast<int>(fields[1]);
   if (kind < 0 || kind > static_cast<int>(RowStep::Kind::select) || op < 0 || op >= kOps)

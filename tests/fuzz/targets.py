@@ -48,6 +48,7 @@ from shoal.sharded.ps.server.table_spec import parse_spec
 from shoal.table import EmbeddingHashTableConfig, HashTable
 from shoal.testing.fuzz import Target
 from shoal.train.loop.toml import load_config
+from tests.fuzz.newer_targets import newer_targets
 from tests.fuzz.serving_targets import http2, net_plan
 
 SCHEMA = Schema(
@@ -462,4 +463,5 @@ def all_targets(folder: Path | None = None) -> list[Target]:
         _text(folder, "criteo", [criteo * 3], CRITEO),
         *_records(folder), *_parquet(folder), _checkpoint(folder), _manifest(folder), _export_manifest(),
         *_payloads(), _tensors(), *_toml(folder), net_plan(), *([http2()] if _core.front_available() else []),
+        *newer_targets(folder, PLAIN, _record(_tf_example()) * 3),
     ]  # fmt: skip

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from shoal.errors import ConfigError, DataError, DeadlineError, PeerError
 from shoal.serving import DirectoryRegistry
 from shoal.serving.cluster.discovery.leaders import RegistryBoard, group_addresses
 from shoal.sharded import Engine, ParameterServer, PsClient, Shard, ps_table
-from shoal.sharded.ps.protocol import Op, Request, as_tensor
+from shoal.sharded.ps.protocol import Op, Request
 from shoal.sharded.ps.replica.board import FollowingBoard, LoneBoard, ShardState, claim, handed_over, joined, without
 from shoal.sharded.ps.replica.log_reader import LogReader, RecordsGone, records
 from shoal.sharded.ps.replica.peer import Peer
@@ -429,11 +430,36 @@ def test_a_follower_answers_reads_with_rows_of_a_stated_age(group):
     in_sync(leader, follower)
     with PsClient([leader.address], deadline=LONG) as client:
         table_of(client).apply_gradients(T([1]), torch.ones(1, 2), 0)
+    eventually(lambda: "t" in follower.server.info()["tables"])
     with PsClient([follower.address], deadline=timedelta(seconds=1)) as client:
-        request = Request(Op.LOOKUP, counts=(1,), names=("t",), ids=T([1]))
-        eventually(lambda: as_tensor(client.read({0: request}, LONG)[0].payload[0], torch.float32).tolist() == [-1, -1])
+        table = table_of(client)
+        eventually(lambda: table.lookup(T([1])).tolist() == [[-1, -1]])
+        assert client.info()[0]["group"]["lag_s"] <= WITHIN_S
         with pytest.raises(DeadlineError, match="is a follower"):
-            table_of(client)
+            table.apply_gradients(T([1]), torch.ones(1, 2), 1)
+        with pytest.raises(DeadlineError, match="is a follower"):
+            ps_table(client, 2, name="another")
+
+
+def test_a_follower_takes_checkpoints_of_its_own(group, tmp_path):
+    leader = group("a")
+    eventually(lambda: leader.leads)
+    follower = group("b")
+    in_sync(leader, follower)
+    with PsClient([leader.address], deadline=LONG) as client:
+        table_of(client).apply_gradients(T([1]), torch.ones(1, 2), 0)
+    with PsClient([follower.address], deadline=LONG) as client:
+        (path,) = client.checkpoint()
+        with pytest.raises(DeadlineError, match="is a follower"):
+            client.checkpoint(timedelta(seconds=1), keep_as="run-1")
+    assert Path(path).parent == tmp_path / "b"
+    follower.stop()
+    (tmp_path / "alone").mkdir()
+    shutil.copytree(path, tmp_path / "alone" / Path(path).name)
+    engine = Engine(Shard(0, 1), "checkpoint", tmp_path / "alone")
+    engine.recover()
+    assert engine.shard.tables["t"].lookup(T([1])).tolist() == [[-1, -1]]
+    engine.close()
 
 
 def test_a_follower_without_a_registry_copies_and_never_leads(tmp_path):

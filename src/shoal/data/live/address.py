@@ -88,7 +88,10 @@ def parse_address(text: str) -> Address:
             what = "a growing directory must be dir:PATH" if scheme == "dir" else "a join must be join:PATH.toml"
             raise ConfigError(f"the address of {what}, got {text!r}")
         return _checked(Address(scheme=scheme, name=path.removeprefix("//"), options=dict(parse_qsl(query))))
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:
+        raise ConfigError(f"{_plain(text)!r} is not the address of a live source: {error}") from None
     login, _, hosts = parts.netloc.rpartition("@")
     user, _, password = login.partition(":")
     path = [unquote(one) for one in parts.path.split("/") if one]

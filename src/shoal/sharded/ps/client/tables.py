@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShoalError
 from shoal.sharded.distributed_table import DistributedHashTable
 from shoal.sharded.ps.client.client import PsClient
 from shoal.sharded.ps.client.remote import RemoteHashTable
@@ -69,14 +69,22 @@ def load_tables(path: str | os.PathLike[str]) -> dict[str, tuple[HashTableConfig
     try:
         with open(path, "rb") as file:
             content = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{os.fspath(path)}: {error}") from error
     tables = content.get("tables", {})
     if not isinstance(tables, dict) or not tables:
         raise ConfigError(f"{os.fspath(path)}: has no [tables.NAME] section")
     result = {}
     for name, given in tables.items():
-        result[name] = _table(f"{os.fspath(path)}: table {name!r}", name, dict(given), content.get("seed", 0))
+        where = f"{os.fspath(path)}: table {name!r}"
+        if not isinstance(given, dict):
+            raise ConfigError(f"{where} must be a section, got {given!r:.80}")
+        try:
+            result[name] = _table(where, name, dict(given), content.get("seed", 0))
+        except ShoalError:
+            raise
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise ConfigError(f"{where}: {error}") from None
     return result
 
 

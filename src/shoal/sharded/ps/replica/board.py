@@ -29,7 +29,7 @@ class ShardState:
         try:
             given = json.loads(data)
             return cls(term=int(given["term"]), leader=str(given["leader"]), in_sync=tuple(map(str, given["in_sync"])))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
             raise DataError(f"the registry's state of a shard is damaged ({error!r}): {data[:80]!r}") from None
 
 

@@ -146,7 +146,7 @@ class Replication:
         return self.role is Role.LEADER and not self.rebuild and self.board.in_contact()
 
     def refusal(self, request: Request) -> Reply | None:
-        """The answer to a request that this server must not serve now."""
+        """The answer to a request that this server must not serve now, or need not."""
         if request.op in ANYBODY:
             return None
         shard = self._engine.shard.index
@@ -158,8 +158,13 @@ class Replication:
                     request.request, Status.UNAVAILABLE, f"shard {shard}: the leader has lost contact with the registry"
                 )
             return None
-        if not request.op.writes and request.op != Op.CHECKPOINT and self._reads_stale():
-            return None
+        if request.op == Op.CHECKPOINT and not len(request.values):
+            return None  # of its own rows; one that is kept by name is kept by the whole group
+        if self._reads_stale():
+            if not request.op.writes and request.op != Op.CHECKPOINT:
+                return None
+            if request.op == Op.CREATE and self._engine.shard.has(request):  # a reader opens a table that is there
+                return Reply(Status.OK, request.request, self._engine.shard.version, [])
         where = f"; {self.leader} leads" if self.leader else "; nobody leads yet"
         text = f"shard {shard}: this server is a follower{where}"
         return Reply(Status.NOT_LEADER, request.request, 0, [text.encode(), self.leader.encode()])

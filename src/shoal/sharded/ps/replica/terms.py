@@ -25,7 +25,7 @@ class Terms:
         """From JSON; raises `DataError` for what is not a list of terms."""
         try:
             spans = tuple((int(term), int(first)) for term, first in given)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise DataError(f"terms must be pairs of integers, got {given!r:.80}") from None
         if any(a[0] >= b[0] or a[1] > b[1] for a, b in pairwise(spans)):
             raise DataError(f"terms and their first records must rise, got {given!r:.80}")

@@ -52,6 +52,21 @@ def give(directory: Path, wish: dict[str, Any], checkpoint: Callable[[], str]) -
         raise ConfigError(f"{folder}/{file} cannot be read: {error.strerror}") from None
 
 
+def listed_files(answer: bytes, leader: str) -> dict[str, dict[str, int]]:
+    """The folders of a leader's answer with their files and sizes; `DataError` where no checkpoint has such files."""
+    try:
+        listed = json.loads(answer)
+        for folder, files in listed.items():
+            if not _FOLDER.fullmatch(folder):
+                raise DataError(f"{leader} lists a folder {folder!r:.80} that is not a checkpoint")
+            for file, size in files.items():
+                if not _FILE.fullmatch(file) or file in (".", "..") or type(size) is not int or size < 0:
+                    raise DataError(f"{leader} lists a file {file!r:.80} of {size!r:.40} bytes that no checkpoint has")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"{leader} lists no files of checkpoints ({error}): {answer[:80]!r}") from None
+    return listed
+
+
 def take(directory: Path, peer: Peer, *, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
     """Brings the leader's newest checkpoint, and those that it keeps by name, into an empty directory; its number.
 
@@ -61,17 +76,13 @@ def take(directory: Path, peer: Peer, *, progress: Callable[[int, int], None] = 
         DataError: what came is damaged.
         PeerError, DeadlineError: the leader does not answer.
     """
-    listed = json.loads(bytes(peer.ask(Op.FETCH, {}, 600.0).payload[0]))
-    if not isinstance(listed, dict) or not all(map(_FOLDER.fullmatch, listed)):
-        raise DataError(f"{peer.address} lists folders that are not checkpoints: {list(listed)!r:.200}")
+    listed = listed_files(bytes(peer.ask(Op.FETCH, {}, 600.0).payload[0]), peer.address)
     total, done = sum(size for files in listed.values() for size in files.values()), 0
     number = 0
     for folder, files in sorted(listed.items(), key=lambda item: item[0].startswith("checkpoint-")):
         draft = directory / f".tmp-{folder}-{secrets.token_hex(4)}"
         draft.mkdir(parents=True)
         for file, size in files.items():
-            if not _FILE.fullmatch(file) or file in (".", ".."):
-                raise DataError(f"{peer.address} lists a file {file!r:.80} that no checkpoint has")
             with open(draft / file, "wb") as target:
                 while target.tell() < size:
                     part = peer.ask(Op.FETCH, {"file": f"{folder}/{file}", "offset": target.tell()}, ANSWER_S).payload

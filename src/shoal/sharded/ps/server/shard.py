@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.buffers import empty_flat
-from shoal.errors import ConfigError, DataError, UnsupportedError
+from shoal.errors import ConfigError, DataError, ShoalError, UnsupportedError
 from shoal.sharded.ps.protocol import DEDUP, FLOAT16, NATIVE, NOW, Op, Request, Status, as_tensor
 from shoal.sharded.ps.server.initial import InitialRows
 from shoal.sharded.ps.server.table_spec import build_table, change_table, check_change, parse_spec
@@ -274,6 +274,14 @@ class Shard:
             except ConfigError as error:
                 raise ConfigError(f"shard {self.index}: {error}") from None
         return spec
+
+    def has(self, request: Request) -> bool:
+        """Whether a CREATE asks for a table that is here, with its settings."""
+        try:
+            spec = self._spec(request)
+        except ShoalError:
+            return False
+        return self.specs.get(spec["name"]) == spec
 
     def _create(self, spec: dict[str, Any]) -> None:
         name = spec["name"]
