@@ -13,7 +13,9 @@ from shoal.plan.advice import changes, recommended
 from shoal.plan.config import HostPlan, ModelPlan, Plan, TablePlan, load_plan
 from shoal.plan.costs import Costs, load_costs, save_costs
 from shoal.plan.model import estimate, estimates, row_bytes, state_bytes
+from shoal.plan.steps import SHAPES, WAYS, Timed, explained, loads_of_shape
 from shoal.sharded import Plan as Sharding
+from shoal.sharded.placement.plan import Placement
 
 COSTS = Costs(
     lookup_fixed=20, lookup_per_dim=0.1, update_fixed=50, update_per_dim=0.5, pool_fixed=30, pool_per_dim=0.3,
@@ -49,6 +51,16 @@ def test_two_hosts_send_half_of_their_rows():
     assert found.seconds["network"] == pytest.approx(rows / 3.125e9)  # 25 Gb/s, less than the software would move
     slow = estimate(replace(PLAN, host=replace(PLAN.host, cores=1, network_gbps=1000)), COSTS, 2, "all_to_all")
     assert slow.seconds["network"] == pytest.approx(rows / 2e9)  # the software's limit
+
+
+@pytest.mark.parametrize("step_ms", [3.0, 60.0])
+def test_predictions_are_brought_to_steps_of_the_real_model(step_ms):
+    plan = replace(PLAN, model=replace(PLAN.model, step_ms=step_ms))
+    assert estimate(plan, COSTS, 1, "all_to_all").step_s == pytest.approx(step_ms / 1e3)
+    for layout, hosts in (("all_to_all", 4), ("planned", 4), ("parameter_server", 1)):
+        before, after = (estimate(one, COSTS, hosts, layout) for one in (PLAN, plan))
+        assert (after.step_s > before.step_s) == (step_ms == 60.0)
+        assert after.seconds["latency"] == before.seconds["latency"]
 
 
 def test_servers_hold_the_rows_and_serve_several_workers():
@@ -161,7 +173,7 @@ def test_costs_of_another_file_are_refused(tmp_path, capsys):
     with pytest.raises(DataError, match="shoal plan --measure"):
         load_costs(tmp_path / "x.json")
     values = asdict(COSTS) | {"dense_gflops": "fast"}
-    (tmp_path / "x.json").write_text(json.dumps({"version": 2, "costs": values}))
+    (tmp_path / "x.json").write_text(json.dumps({"version": 3, "costs": values}))
     with pytest.raises(DataError, match="dense_gflops is missing or no number"):
         load_costs(tmp_path / "x.json")
     assert main(["plan"]) == 2
@@ -175,6 +187,46 @@ def test_costs_that_cannot_be_kept_are_refused_before_measuring(tmp_path, capsys
         err = capsys.readouterr().err
         assert f"--costs {where}" in err
         assert "measuring" not in err
+
+
+def test_costs_explain_the_steps_that_were_timed():
+    """Steps that follow from some costs give these costs back, whatever was assumed before."""
+    real = replace(COSTS, route_fixed=110, route_per_dim=2.5, bag_fixed=70, bag_per_dim=3, held_share=1.8, held_us=90,
+                   copy_fixed=55, copied_share=1.5, copied_us=80, ranks_us=1300, peer_us=70, group_us=260,
+                   table_us=35)  # fmt: skip
+    timed = []
+    for ranks in (2, 4, 8):
+        for way in WAYS:
+            for shape in SHAPES:
+                distinct = [0.9 * ids * samples for _, ids, samples in shape]
+                one = Timed(ranks, way, loads_of_shape(shape, distinct), 0.0)
+                placed = tuple(Placement(load=load, way=own) for load, own in zip(one.loads, one.ways(), strict=True))
+                seconds = Sharding(tables=placed, ranks=ranks, costs=real).step.seconds
+                timed.append(replace(one, seconds=seconds))
+    found = explained(COSTS, timed)
+    for one in timed:
+        placed = tuple(Placement(load=load, way=own) for load, own in zip(one.loads, one.ways(), strict=True))
+        guess = Sharding(tables=placed, ranks=one.ranks, costs=found).step.seconds
+        assert guess == pytest.approx(one.seconds, rel=0.05), one
+    assert found.ranks_us == pytest.approx(real.ranks_us, rel=0.15)
+    assert explained(COSTS, timed[:1]).copied_share == pytest.approx(COSTS.copied_share)  # nothing was said about it
+
+
+def test_tables_with_a_budget_have_no_copies_and_no_slices(tmp_path, capsys):
+    save_costs(COSTS, tmp_path / "costs.json")
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        "[[table]]\nname = 'hour'\ndim = 64\nids_per_sample = 1\nids_per_day = 24\nunique_share = 0.01\nmax_rows = 24\n"
+        "[host]\nlatency_us = 5000\n"  # copies need two exchanges, other ways four
+    )
+    argv = ["plan", str(plan), "--costs", str(tmp_path / "costs.json"), "--spread", "4", "--json"]
+    assert main(argv) == 0
+    (limited,) = json.loads(capsys.readouterr().out)["tables"]
+    assert limited["way"].split(":")[0] in ("row", "table")
+    assert "a table with a budget has no copies" in limited["why"]
+    plan.write_text(plan.read_text().replace("max_rows = 24\n", ""))
+    assert main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["tables"][0]["way"] == "data"
 
 
 @pytest.mark.timeout(600)

@@ -1,6 +1,7 @@
 """Plans of how tables are spread, the loads that they are made of, and `shard`: alone, in threads, in processes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,6 +87,22 @@ def test_what_does_not_fit_is_named_with_the_nearest_plan_that_does():
     with pytest.raises(ConfigError, match="distinct names"):
         plan([LOADS[0]] * 2, 2)
     assert plan([], 4, USUAL).tables == ()
+
+
+def test_budgets_are_planned_as_full_and_without_copies():
+    limited = [replace(LOADS[0], max_rows=24.0), replace(LOADS[2], max_bytes=2e9)]
+    made = plan(limited, 4, USUAL, memory_gb=10)
+    assert {placed.way.kind for placed in made.tables} <= {"row", "table"}
+    assert "no copies or slices" in made.tables[1].why
+    assert 2e9 <= made.total.memory.max() <= 2.1e9
+    with pytest.raises(ConfigError, match="'hour' has max_rows or max_bytes, so it must be spread by row"):
+        made.edited(hour="data")
+    with pytest.raises(PlanError, match=r"More ranks do not help: lower max_rows or max_bytes.*'tags'") as caught:
+        plan(limited, 4, USUAL, memory_gb=1)
+    assert caught.value.nearest is None
+    with pytest.raises(PlanError, match=r"has 14 ranks; or give each rank 1\.34 GB") as caught:
+        plan([replace(LOADS[1], rows=1e7)], 4, USUAL, memory_gb=0.4)  # 5.36 GB in all
+    assert caught.value.nearest.ranks == 14
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

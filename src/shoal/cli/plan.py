@@ -15,7 +15,7 @@ DESCRIPTION = """Say what training will need on 1 to 1,000 hosts, by all-to-all 
 way) and by parameter servers: memory, network, time per step, the bottleneck, and what a change would bring.
 --spread N shows how the tables are spread over N hosts, and why; --save keeps that plan for shoal.sharded.shard.
 
-What rows, messages and arithmetic cost is measured on this machine (about ten seconds; kept in a file, and measured
+What rows, messages and arithmetic cost is measured on this machine (20 seconds or more; kept in a file, and measured
 again with --measure); what hosts and links can do is stated in the configuration:
 
   [[table]]
@@ -30,6 +30,7 @@ again with --measure); what hosts and links can do is stated in the configuratio
   batch = 4096               # of one host
   dense_parameters = 5e6
   samples_per_day = 2e9
+  step_ms = 35               # of the real model on one host, if it was timed
 
   [host]
   cores = 32

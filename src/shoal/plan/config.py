@@ -47,6 +47,10 @@ class TablePlan:
             raise ConfigError(f"{where}: unique_share must be above 0 and at most 1, got {self.unique_share:g}")
 
     @property
+    def limited(self) -> bool:
+        return bool(self.max_rows or self.max_bytes)
+
+    @property
     def rows(self) -> float:
         """Rows of all ``count`` tables once ids expire as fast as they come, or the tables are full."""
         grown = self.ids_per_day * max(1.0, self.expire_days)
@@ -64,12 +68,15 @@ class ModelPlan:
     """Of the dense part, forward and backward; by default 6 for each parameter."""
     fused: bool = True
     """All tables share one exchange per step, as the fused layouts do; False: each table has its own."""
+    step_ms: float = 0.0
+    """What a step of the real model takes on one host in one process, the median of ten or more; every prediction is
+    brought to it. 0: not known."""
     samples_per_day: float = 0.0
     """What the stream brings; 0 leaves the question open whether it is kept up with."""
 
     def __post_init__(self) -> None:
         _check(self, "model", ("batch",), 1)
-        _check(self, "model", ("dense_parameters", "flops_per_sample", "samples_per_day"), 0)
+        _check(self, "model", ("dense_parameters", "flops_per_sample", "step_ms", "samples_per_day"), 0)
 
     @property
     def flops(self) -> float:

@@ -6,14 +6,13 @@ pipeline can only be better. Work of several cores is divided by their number.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shoal.plan.config import Plan, TablePlan
 from shoal.sharded.placement.costs import Costs
-from shoal.sharded.placement.model import PEER_SHARE, Links, TableLoad, state_bytes
+from shoal.sharded.placement.model import Links, TableLoad, state_bytes
 from shoal.sharded.placement.model import row_bytes as bytes_of_row
 from shoal.sharded.placement.plan import Plan as Sharding
 from shoal.sharded.placement.planner import PlanError
@@ -80,7 +79,7 @@ def loads_of_plan(plan: Plan, costs: Costs) -> list[TableLoad]:
                 TableLoad(
                     name=table.name if table.count == 1 else f"{table.name}_{number + 1}", dim=table.dim,
                     rows=rows, ids=ids, distinct=ids * table.unique_share, bags=min(ids, batch),
-                    optimizer=table.optimizer,
+                    optimizer=table.optimizer, cut=not table.limited, copies=not table.limited,
                 )
             )  # fmt: skip
     return found
@@ -139,7 +138,10 @@ def estimate(plan: Plan, costs: Costs, hosts: int, layout: str) -> Estimate:
         n = model.batch * table.ids_per_sample * table.count
         u = n * table.unique_share
         ids, unique = ids + n, unique + u
-        cpu["route"] += n * costs.rows("route", table.dim) if hosts > 1 or servers else 0.0
+        if servers:
+            cpu["route"] += n * costs.ps_fixed
+        elif hosts > 1:
+            cpu["route"] += n * costs.rows("route", table.dim)
         cpu["pool"] += n * costs.rows("pool", table.dim)
         cpu["lookup"] += u * costs.rows("lookup", table.dim)
         cpu["update"] += u * costs.rows("update", table.dim)
@@ -154,29 +156,32 @@ def estimate(plan: Plan, costs: Costs, hosts: int, layout: str) -> Estimate:
     dense_flops = host.dense_tflops * 1e12 or costs.dense_gflops * 1e9 * cores
     seconds["dense"] = model.flops / dense_flops + model.dense_parameters * costs.dense_update * 1e-9
     share = hosts / servers if servers else 1.0  # workers that one holder of rows serves
-    seconds["table"] = share * (cpu["lookup"] + cpu["update"]) * 1e-9 / cores
+    seconds["table"] = (cpu["lookup"] + cpu["update"]) * 1e-9 / cores
+    _fit_to_model(seconds, model.step_ms / 1e3)
+    seconds["table"] *= share
     # A host sends rows that others ask for as well as ids and gradients: the fuller direction counts.
     moved = away * max(out_bytes, in_bytes) if servers else away * (out_bytes + in_bytes)
     software = costs.ps_gb_per_s if servers else costs.link_gb_per_s
     link = min(host.bytes_per_second, software * 1e9 * max(1, cores // 2))
     exchanges = 1 if model.fused else sum(table.count for table in plan.tables)
+    groups = len({table.dim for table in plan.tables}) if model.fused else exchanges
     if servers:
         seconds["routing"] = cpu["route"] * 1e-9 / cores
         seconds["network"] = share * moved / link if share > 1 else moved / link
-        request = costs.ps_latency_us * (1 + PEER_SHARE * (servers - 1)) + 2 * host.latency_us
-        seconds["latency"] = 2 * exchanges * request * 1e-6  # rows, gradients
+        requests = 2 * groups * (costs.ps_latency_us + 2 * host.latency_us)  # rows, gradients
+        seconds["latency"] = requests * 1e-6
     elif hosts > 1:
         seconds["routing"] = cpu["route"] * 1e-9 / cores
         seconds["network"] = moved / link
-        call = costs.link_latency_us * (1 + PEER_SHARE * (hosts - 2)) + host.latency_us
-        seconds["latency"] = 4 * exchanges * call * 1e-6  # sizes, ids, rows, gradients
-        groups = len({table.dim for table in plan.tables}) if model.fused else exchanges
+        seconds["latency"] = 4 * exchanges * (costs.link_latency_us + host.latency_us) * 1e-6
         merged = 2 * moved / (costs.merge_gb_per_s * 1e9) if model.fused and groups > 1 else 0.0
-        seconds["calls"] = groups * costs.group_us * 1e-6 + merged
+        tables = sum(table.count for table in plan.tables)
+        calls_us = exchanges * costs.ranks_us + groups * (costs.group_us + costs.peer_us * (hosts - 2))
+        seconds["calls"] = (calls_us + tables * costs.table_us) * 1e-6 + merged
     if hosts > 1:
         reduce_bytes = 2 * (hosts - 1) / hosts * 4 * model.dense_parameters
-        rounds = 2 * math.ceil(math.log2(hosts))
-        latency = rounds * (costs.reduce_latency_us / 2 + host.latency_us) * 1e-6
+        peers = hosts - 1  # gloo sums in a ring
+        latency = (costs.reduce_latency_us + costs.reduce_peer_us * (hosts - 2) + peers * host.latency_us) * 1e-6
         seconds["all-reduce"] = reduce_bytes / min(host.bytes_per_second, costs.reduce_gb_per_s * 1e9) + latency
         moved += reduce_bytes
     step_s = sum(seconds.values())
@@ -188,6 +193,16 @@ def estimate(plan: Plan, costs: Costs, hosts: int, layout: str) -> Estimate:
         network_bytes=moved, memory_bytes=memory, memory_share=memory / (host.memory_gb * 1e9),
         bottleneck=max(seconds, key=seconds.__getitem__), days_per_day=days,
     )  # fmt: skip
+
+
+def _fit_to_model(seconds: dict[str, float], measured: float) -> None:
+    """Makes the parts of a step in one process add up to what a step of the real model took, where that is known."""
+    predicted = sum(seconds.values())
+    if measured > predicted:
+        seconds["step"] += measured - predicted
+    elif measured:
+        for part in seconds:
+            seconds[part] *= measured / predicted
 
 
 def estimates(plan: Plan, costs: Costs) -> list[Estimate]:

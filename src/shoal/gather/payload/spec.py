@@ -157,7 +157,7 @@ class GradientSpec:
         *,
         target_chunk: int = 64,
         topk: int = 64,
-        quant: QuantSpec | None = QuantSpec(bins=4, range_sigmas=6),  # noqa: B008 (frozen)
+        quant: QuantSpec | None = QuantSpec(bins=4, range_sigmas=6),
         params: Iterable[str] | None = None,
     ) -> "GradientSpec":
         """One ParamSpec per trainable parameter (meta tensors are fine); with ``params``, only these names.

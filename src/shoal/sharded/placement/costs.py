@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shoal.errors import DataError
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Costs:
     pool_per_dim: float
     route_fixed: float
     """An id on its way to the rank that owns its row and back, beyond what it costs in one process: de-duplication,
-    order, scatter and gather."""
+    order, scatter and gather. This and the costs of other ways come from steps of small models over ranks."""
     route_per_dim: float
     row_overhead_bytes: float
     """Of a row, beyond weights and optimizer state."""
@@ -43,18 +43,37 @@ class Costs:
     reduce_gb_per_s: float
     """Gradients that an all-reduce of two processes sums."""
     reduce_latency_us: float
+    """An all-reduce of a few thousand values by two processes."""
     ps_gb_per_s: float
     """What a parameter server's connection moves."""
     ps_latency_us: float
-    """One request that asks for one row."""
-    bag_fixed: float = 12.0
+    """One request, however few rows it is about."""
+    bag_fixed: float = 20.0
     """An id on its way to the rank that has the whole table, or a slice of it."""
-    bag_per_dim: float = 1.2
+    bag_per_dim: float = 8.0
     """A column of a bag that comes back from that rank, and of its gradient."""
+    held_share: float = 1.3
+    """The work on ids that other ranks ask for, over what it would be in their own process."""
+    held_us: float = 60.0
+    """Each rank that asks for a table, or for a slice of it."""
     copy_fixed: float = 40.0
     """An id of a table that every rank has: de-duplication for the update that is sent to all."""
+    copied_share: float = 1.3
+    """The update of other ranks' rows in such a table, over that of its own."""
+    copied_us: float = 60.0
+    """Each other rank whose update such a group of tables makes."""
+    ranks_us: float = 800.0
+    """A step over ranks, however few ids and tables there are."""
+    peer_us: float = 20.0
+    """Each further rank, beyond two, in the calls of one group."""
     group_us: float = 120.0
     """The calls of one group of tables over ranks in a step, however few ids there are."""
+    table_us: float = 40.0
+    """The calls of one table over ranks."""
+    reduce_peer_us: float = 150.0
+    """Each further process of an all-reduce, beyond two."""
+    ps_fixed: float = 60.0
+    """An id on its way to a parameter server and back."""
     merge_gb_per_s: float = 8.0
     """What is put together and taken apart where several groups share an exchange."""
     load: float = 0.0

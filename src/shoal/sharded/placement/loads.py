@@ -90,6 +90,7 @@ def loads_of(model: nn.Module, step: Callable[[], Any] | None = None, *, steps: 
                 name=name, dim=table.dim_size, rows=rows or count.distinct / steps, ids=count.ids / steps,
                 distinct=count.distinct / steps, bags=count.bags / steps, optimizer=_optimizer(shape),
                 cut=hasattr(shape, "table_config") and uncuttable(shape) is None,
+                max_rows=getattr(shape, "max_rows", None) or 0.0, max_bytes=getattr(shape, "max_bytes", None) or 0.0,
             )
         )  # fmt: skip
     return found

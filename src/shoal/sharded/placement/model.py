@@ -12,8 +12,6 @@ from shoal.errors import ConfigError
 from shoal.sharded.all_to_all.ways import WHOLE_ROW, Way
 from shoal.sharded.placement.costs import Costs
 
-PEER_SHARE = 0.05
-"""What one more peer adds to an exchange, as a share of an exchange with one. Assumed: two processes cannot show it."""
 ID_BYTES, FLOAT_BYTES = 8, 4
 
 
@@ -34,17 +32,32 @@ class TableLoad:
     optimizer: str = "adagrad"
     cut: bool = True
     """Whether its columns may be on several ranks."""
+    copies: bool = True
+    """Whether every rank may have all of its rows."""
+    max_rows: float = 0.0
+    """Rows that its part on a rank may have; 0: unlimited. A part with a limit is planned as full."""
+    max_bytes: float = 0.0
+    """Bytes that its part on a rank may take; 0: unlimited."""
 
     def __post_init__(self) -> None:
         if self.dim < 1:
             raise ConfigError(f"table {self.name!r}: dim must be >= 1, got {self.dim}")
-        for name in ("rows", "ids", "distinct", "bags"):
+        for name in ("rows", "ids", "distinct", "bags", "max_rows", "max_bytes"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"table {self.name!r}: {name} must be >= 0, got {getattr(self, name):g}")
 
     @property
     def cuttable(self) -> bool:
-        return self.cut and self.optimizer not in WHOLE_ROW and self.dim > 1
+        return self.cut and not self.limited and self.optimizer not in WHOLE_ROW and self.dim > 1
+
+    @property
+    def copyable(self) -> bool:
+        return self.copies and not self.limited
+
+    @property
+    def limited(self) -> bool:
+        """Whether its parts have a budget: slices and copies of one row would leave at different times."""
+        return bool(self.max_rows or self.max_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +75,8 @@ class Loads:
 
     compute_s: np.ndarray
     """Of one core."""
+    calls_s: np.ndarray
+    """Of Python, which more cores do not shorten."""
     sent: np.ndarray
     """Bytes."""
     received: np.ndarray
@@ -69,10 +84,11 @@ class Loads:
 
     @staticmethod
     def none(ranks: int) -> Loads:
-        return Loads(*(np.zeros(ranks) for _ in range(4)))
+        return Loads(*(np.zeros(ranks) for _ in range(5)))
 
     def add(self, other: Loads, sign: float = 1.0) -> Loads:
         self.compute_s += sign * other.compute_s
+        self.calls_s += sign * other.calls_s
         self.sent += sign * other.sent
         self.received += sign * other.received
         self.memory += sign * other.memory
@@ -98,9 +114,35 @@ def row_bytes(dim: int, optimizer: str, costs: Costs) -> float:
     return FLOAT_BYTES * dim + state_bytes(optimizer, dim) + costs.row_overhead_bytes
 
 
+def part_bytes(load: TableLoad, rows: float, width: int, costs: Costs) -> float:
+    """Memory of a part of a table."""
+    row = row_bytes(width, load.optimizer, costs)
+    if not load.limited:
+        return rows * row
+    return min(limit for limit in (load.max_rows * row, load.max_bytes) if limit)
+
+
 def local_ns(load: TableLoad, dim: int, costs: Costs) -> float:
     """A step of one rank's ids on a table in its own process."""
     return load.ids * costs.rows("pool", dim) + load.distinct * (costs.rows("lookup", dim) + costs.rows("update", dim))
+
+
+def work(load: TableLoad, way: Way, ranks: int, costs: Costs) -> dict[str, np.ndarray]:
+    """What a table asks of every rank beyond the work on its own ids: the name of a cost -> how often, ``[W]``."""
+    every = np.ones(ranks)
+    if way.kind == "row":
+        return {"route_fixed": every * load.ids, "route_per_dim": every * load.ids * load.dim}
+    if way.kind == "data":
+        updates = (ranks - 1) * load.distinct * costs.rows("update", load.dim)
+        return {"copy_fixed": every * load.ids, "copied_share": every * updates}
+    held, asked, bags = np.zeros(ranks), np.zeros(ranks), 0.0
+    slices = way.slices(load.dim, ranks)
+    for rank, begin, end in slices:
+        held[rank] += ranks * local_ns(load, end - begin, costs)
+        asked[rank] += ranks
+        bags += load.bags * (end - begin)
+    return {"bag_fixed": every * load.ids * len(slices), "bag_per_dim": every * bags, "held_share": held,
+            "held_us": asked}  # fmt: skip
 
 
 def spread(load: TableLoad, way: Way, ranks: int, costs: Costs) -> Loads:
@@ -108,35 +150,49 @@ def spread(load: TableLoad, way: Way, ranks: int, costs: Costs) -> Loads:
     found, dim = Loads.none(ranks), load.dim
     if ranks == 1:
         found.compute_s += local_ns(load, dim, costs) * 1e-9
-        found.memory += load.rows * row_bytes(dim, load.optimizer, costs)
+        found.memory += part_bytes(load, load.rows, dim, costs)
         return found
     others = ranks - 1
+    for name, often in work(load, way, ranks, costs).items():
+        if name.endswith("_us"):
+            found.calls_s += often * getattr(costs, name) * 1e-6
+        else:
+            found.compute_s += often * getattr(costs, name) * 1e-9
+    if way.kind in ("row", "data"):
+        found.compute_s += local_ns(load, dim, costs) * 1e-9
     if way.kind == "row":
-        found.compute_s += (local_ns(load, dim, costs) + load.ids * costs.rows("route", dim)) * 1e-9
         moved = others / ranks * load.distinct * (ID_BYTES + 2 * FLOAT_BYTES * dim)
         found.sent += moved
         found.received += moved
-        found.memory += load.rows / ranks * row_bytes(dim, load.optimizer, costs)
+        found.memory += part_bytes(load, load.rows / ranks, dim, costs)
     elif way.kind == "data":
-        more = load.ids * costs.copy_fixed + others * load.distinct * costs.rows("update", dim)
-        found.compute_s += (local_ns(load, dim, costs) + more) * 1e-9
         moved = others * load.distinct * (ID_BYTES + FLOAT_BYTES * dim)
         found.sent += moved
         found.received += moved
-        found.memory += load.rows * row_bytes(dim, load.optimizer, costs)
+        found.memory += part_bytes(load, load.rows, dim, costs)
     else:
         for rank, begin, end in way.slices(dim, ranks):
             width = end - begin
             answer = load.bags * FLOAT_BYTES * width
             asked = load.ids * ID_BYTES + load.bags * ID_BYTES
-            found.compute_s += (load.ids * costs.bag_fixed + load.bags * width * costs.bag_per_dim) * 1e-9
-            found.compute_s[rank] += ranks * local_ns(load, width, costs) * 1e-9
             found.sent += asked + answer
             found.received += answer
             found.sent[rank] += others * answer - asked - answer
             found.received[rank] += others * (asked + answer) - answer
-            found.memory[rank] += load.rows * row_bytes(width, load.optimizer, costs)
+            found.memory[rank] += part_bytes(load, load.rows, width, costs)
     return found
+
+
+def calls(loads: Sequence[TableLoad], ways: Sequence[Way], ranks: int) -> dict[str, float]:
+    """The name of a cost -> how often it comes in a step whatever the batch.
+
+    Tables of one dim that are spread alike are read together, as a group.
+    """
+    kinds = ["owned" if way.kind in ("table", "column") else way.kind for way in ways]
+    groups = {(kind, load.dim) for kind, load in zip(kinds, loads, strict=True)}
+    copied = sum(kind == "data" for kind, _ in groups)
+    return {"ranks_us": float(bool(groups)), "group_us": len(groups), "peer_us": len(groups) * (ranks - 2),
+            "copied_us": copied * (ranks - 1), "table_us": len(loads)}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,17 +221,18 @@ def step_of(
 ) -> Step:
     """The step of all tables, whose loads add up to ``total``. Parts of it follow each other; nothing overlaps."""
     ranks = total.compute_s.shape[0]
-    compute = float(total.compute_s.max()) / cores
-    groups = {("owned" if way.kind in ("table", "column") else way.kind, load.dim)
-              for load, way in zip(loads, ways, strict=True)}  # fmt: skip
     if ranks == 1:
+        compute = float(total.compute_s.max()) / cores
         return Step(compute_s=compute, network_s=0.0, latency_s=0.0, calls_s=0.0, merging_s=0.0)
+    slowest = int((total.compute_s / cores + total.calls_s).argmax())
     moved = float(max(total.sent.max(), total.received.max()))
     link = min(links.gb_per_s, costs.link_gb_per_s * max(1, cores // 2)) * 1e9
-    rounds = 2 if all(kind == "data" for kind, _ in groups) else 4
-    call = costs.link_latency_us * (1 + PEER_SHARE * (ranks - 2)) + links.latency_us
-    merged = float((total.sent + total.received).max()) if len(groups) > 1 else 0.0
+    rounds = 2 if all(way.kind == "data" for way in ways) else 4
+    often = calls(loads, ways, ranks)
+    calls_us = sum(count * getattr(costs, name) for name, count in often.items())
+    merged = float((total.sent + total.received).max()) if often["group_us"] > 1 else 0.0
     return Step(
-        compute_s=compute, network_s=moved / link, latency_s=rounds * call * 1e-6,
-        calls_s=len(groups) * costs.group_us * 1e-6, merging_s=merged / (costs.merge_gb_per_s * 1e9),
+        compute_s=float(total.compute_s[slowest]) / cores, network_s=moved / link,
+        latency_s=rounds * (costs.link_latency_us + links.latency_us) * 1e-6,
+        calls_s=calls_us * 1e-6 + float(total.calls_s[slowest]), merging_s=merged / (costs.merge_gb_per_s * 1e9),
     )  # fmt: skip

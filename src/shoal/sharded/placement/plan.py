@@ -46,6 +46,11 @@ class Plan:
     def __post_init__(self) -> None:
         for placed in self.tables:
             placed.way.check(placed.name, placed.load.dim, self.ranks)
+            if placed.way.kind in ("column", "data") and not placed.load.copyable:
+                raise ConfigError(
+                    f"table {placed.name!r} has max_rows or max_bytes, so it must be spread by row or be on one rank, "
+                    f"got {placed.way}"
+                )
             if placed.way.kind == "column" and not placed.load.cuttable:
                 raise ConfigError(f"table {placed.name!r} cannot be sharded by column; use row or table")
 

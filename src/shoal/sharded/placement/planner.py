@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,10 +15,11 @@ from shoal.sharded.placement.plan import Placement, Plan
 
 _PASSES = 4
 _NARROWEST = 4  # columns of a slice
+_MOST_RANKS = 1 << 17
 
 
 class PlanError(ConfigError):
-    """The tables do not fit. ``nearest`` is a plan on the fewest ranks, twice as many and so on, where they do."""
+    """The tables do not fit. ``nearest`` is a plan on the fewest ranks where they do, or None."""
 
     nearest: Plan | None = None
 
@@ -135,7 +137,7 @@ class _Search:
                 while load.cuttable and slices <= min(self.ranks, max(2, load.dim // _NARROWEST), load.dim):
                     yield Way("column", tuple(sorted(order[:slices])))
                     slices *= 2
-            else:
+            elif kind == "row" or load.copyable:
                 yield Way(kind)  # pyrefly: ignore[bad-argument-type]
 
     def improved(self, ways: list[Way], heavy: Sequence[int]) -> list[Way]:
@@ -189,7 +191,10 @@ class _Search:
             elif seconds < best.get(way.kind, float("inf")):
                 best[way.kind] = seconds
                 told[way.kind] = f"{way.kind} {1e3 * (seconds - now):+.2f} ms"
-        if not self.loads[table].cuttable and "column" in self.kinds:
+        load = self.loads[table]
+        if not load.copyable:
+            told["data"] = "a table with a budget has no copies" + (" or slices" if not load.cuttable else "")
+        elif not load.cuttable and "column" in self.kinds:
             told["column"] = "columns cannot be cut"
         return ", ".join(told.values()) or "no other way was allowed"
 
@@ -199,22 +204,42 @@ class _Search:
         largest = sorted(range(len(self.loads)), key=lambda t: -float(self.of(t, ways[t]).memory[rank]))[:3]
         held = [float(self.of(t, ways[t]).memory[rank]) / 1e9 for t in largest]
         named = ", ".join(
-            f"{self.loads[t].name!r} {gb:.3g} GB ({ways[t].kind})" for t, gb in zip(largest, held, strict=True)
+            f"{self.loads[t].name!r} {gb:.3g} GB ({ways[t].kind})"
+            for t, gb in zip(largest, held, strict=True)
+            if gb >= 0.01 * held[0]
         )
         least_gb = float(total.memory[rank]) / 1e9
         text = (
             f"the tables do not fit on {self.ranks} ranks of {self.memory_gb:g} GB: rank {rank} would hold "
             f"{least_gb:.3g} GB at least, of which {named}"
         )
+        by_row = lambda more: _Search(  # noqa: E731
+            self.loads, more, self.costs, self.memory_gb, self.cores, self.links, ("row",)
+        )
+        every, low, more = [Way()] * len(self.loads), self.ranks, 2 * self.ranks
+        while more < _MOST_RANKS and by_row(more).excess(every) > 0:
+            low, more = more, 2 * more
         nearest: Plan | None = None
-        more = self.ranks
-        while more < 1_000_000 and nearest is None:
-            more *= 2
-            again = _Search(self.loads, more, self.costs, self.memory_gb, self.cores, self.links, ("row",))
-            if again.excess([Way()] * len(self.loads)) <= 0:
-                nearest = again.made([Way()] * len(self.loads))
+        if more < _MOST_RANKS:
+            while more - low > 1:  # the fewest ranks are above low
+                middle = (low + more) // 2
+                low, more = (low, middle) if by_row(middle).excess(every) <= 0 else (middle, more)
+            nearest = by_row(more).made(every)
         if nearest is not None:
-            text += f". The nearest plan that fits has {more} ranks; or give each rank {least_gb:.3g} GB"
+            text += f". The nearest plan that fits has {more} ranks; or give each rank {_above(least_gb)} GB"
+        elif limited := [load.name for load in self.loads if load.limited]:
+            text += (
+                f". More ranks do not help: lower max_rows or max_bytes, which limit each rank's part, of "
+                f"{', '.join(map(repr, limited[:3]))}, or give each rank {_above(least_gb)} GB"
+            )
+        else:
+            text += f". Give each rank {_above(least_gb)} GB"
         error = PlanError(text)
         error.nearest = nearest
         return error
+
+
+def _above(gb: float) -> str:
+    """Three digits, rounded up."""
+    digits = 2 - math.floor(math.log10(gb))
+    return f"{math.ceil(gb * 10**digits) / 10**digits:.{max(0, digits)}f}"
