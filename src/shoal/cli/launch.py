@@ -21,7 +21,7 @@ EXAMPLES = """examples:
   shoal launch -n 2 train.py --enable_sync_training
   shoal launch -n 4 -m shoal bench comm
   shoal launch -n 4 --max-restarts 10 -m shoal train ctr.toml
-  shoal launch -n 8 --nnodes 2:4 --rdzv-endpoint host0:29400 --max-restarts 100 -m shoal train ctr.toml  # on each host
+  shoal launch -n 8 --nnodes 2:4 --rdzv-endpoint host0:29400 --allow-insecure -m shoal train ctr.toml  # on each host
 """
 
 
@@ -48,6 +48,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rdzv-id", default="", metavar="NAME", help="the name of the run, the same on all hosts")
     parser.add_argument("--local-addr", metavar="ADDRESS", help="of this host, for the others (that of its name)")
+    parser.add_argument(
+        "--allow-insecure", action="store_true",
+        help="let hosts meet over a network: torch's ports have no keys, so it must be yours alone",
+    )  # fmt: skip
     parser.add_argument("--log-dir", type=Path, help="keep each rank's stdout and stderr here")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON that says how it went")
     parser.add_argument("script", metavar="SCRIPT")
@@ -71,7 +75,14 @@ def main(argv: list[str]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
     from shoal.comm.launch.elastic import Restarts
+    from shoal.errors import ConfigError
+    from shoal.observe.security import is_loopback
 
+    if options.rdzv_endpoint and not options.allow_insecure and not is_loopback(options.rdzv_endpoint):
+        raise ConfigError(
+            f"--rdzv-endpoint {options.rdzv_endpoint}: the ports by which torch's ranks exchange have neither keys nor "
+            "TLS, so anyone on that network could join the run; pass --allow-insecure if the network is yours alone"
+        )
     restarts = Restarts()
     with _log_folder(options.log_dir) as folder:
         code, failure = _run(options, folder, restarts)

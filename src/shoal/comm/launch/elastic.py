@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.elastic.agent.server import api as agents
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.launcher import api as launcher
 
+from shoal.comm.ranks.collectives import tcp_store
 from shoal.errors import ConfigError
 
 STOP_S = 5
@@ -64,16 +68,22 @@ def run_elastic(launch: Launch, command: Sequence[str], tell: Callable[[str], No
     line about each restart.
     """
     alone = launch.hosts == (1, 1)
-    # Without this, hosts whose first one was lost look for the store of their ranks on it, for ever.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    here = alone and not launch.meet
+    # Hosts whose first one was lost would look for the store of their ranks on it, for ever.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0" if here else "1"
     config = launcher.LaunchConfig(
         min_nodes=launch.hosts[0],
         max_nodes=launch.hosts[1],
         nproc_per_node=launch.nproc,
         run_id=launch.run_id or (str(uuid.uuid4()) if alone else "shoal"),
         rdzv_backend="c10d",
-        rdzv_endpoint=launch.meet or "127.0.0.1:0",
-        rdzv_configs={"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 5},
+        rdzv_endpoint=launch.meet,
+        rdzv_configs={
+            "last_call_timeout": 3,
+            "keep_alive_interval": 1,
+            "keep_alive_max_attempt": 5,
+            "store_type": "file" if here else "tcp",
+        },
         local_addr=launch.address or ("127.0.0.1" if alone else None),
         max_restarts=launch.max_restarts,
         monitor_interval=0.1,
@@ -86,11 +96,33 @@ def run_elastic(launch: Launch, command: Sequence[str], tell: Callable[[str], No
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, tell=tell, restarts=restarts, alone=alone, **options)
 
-    before, launcher.LocalElasticAgent = launcher.LocalElasticAgent, Agent  # torch has no hook for restarts
-    try:
+    with ExitStack() as changed:  # torch has no hook for restarts, nor for where its store listens
+        changed.enter_context(_replaced(launcher, "LocalElasticAgent", Agent))
+        if here:
+            _exchange_on_loopback()
+            changed.enter_context(_replaced(DynamicRendezvousHandler, "_create_tcp_store_server", _store_on_loopback))
         launcher.elastic_launch(config, command[0])(*command[1:])
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
     finally:
-        launcher.LocalElasticAgent = before
+        setattr(owner, name, before)
+
+
+def _exchange_on_loopback() -> None:
+    """Has the ranks of one host exchange where no other machine reaches them; torch's ports are open to every one."""
+    if sys.platform == "linux":
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+
+
+def _store_on_loopback(*_: Any) -> Any:
+    return tcp_store()
 
 
 class _Agent(LocalElasticAgent):

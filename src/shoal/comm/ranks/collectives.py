@@ -7,6 +7,7 @@ collective and returns its handle, whose ``wait(timeout)`` ends it.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -163,7 +164,11 @@ def tcp_store(port: int = 0, timeout: timedelta | None = None) -> Any:
     """A store for processes of this machine: a new one, on a free port, or with ``port`` the one that is there."""
     if port:
         return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout or timedelta(minutes=5))
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)  # torch's own is open to other machines
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+    )
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
