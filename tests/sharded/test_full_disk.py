@@ -80,9 +80,13 @@ with ParameterServer(Engine(Shard(0, 1), "log", folder), tables=[own]) as server
             for _ in range(100):
                 table.assign(torch.arange(1000, 2000), torch.ones(1000, 1))
         assert table.lookup(T([3])).item() == 7
+        told = health(server)
+        assert told["state"] == "read-only", told
+        assert server.gauges()["read_only"] == 1
         client.deadline = LONG
         filler.unlink()
         table.assign(T([4]), T([[8.0]]))
+        until(lambda: health(server)["state"] == "serving" and not server.gauges()["read_only"])
 
 again = Engine(Shard(0, 1), "log", folder)
 again.recover()

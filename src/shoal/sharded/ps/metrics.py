@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -34,10 +35,16 @@ class Metrics:
         if ids:
             self.ids.add(ids)
 
-    def text(self, gauges: dict[str, Any], tables: dict[str, dict[str, Any]]) -> str:
-        """What Prometheus reads: these counters, ``gauges`` by name (counters, if it ends with ``_total``) and what is
-        known of each table."""
-        return render(self._families(gauges, tables)).decode()
+    def text(
+        self, gauges: dict[str, Any], tables: dict[str, dict[str, Any]], place: dict[str, str] | None = None
+    ) -> str:
+        """What Prometheus reads: these counters, ``gauges`` by name (counters, if it ends with ``_total``), what is
+        known of each table, and the ``place`` of the server, as labels."""
+        families = self._families(gauges, tables)
+        if place is not None:
+            where = Family("shoal_ps_shard", "gauge", "Always 1; its labels say which shard this is", tuple(place))
+            families = itertools.chain([where.add(1, *place.values())], families)
+        return render(families).decode()
 
     def _families(self, gauges: dict[str, Any], tables: dict[str, dict[str, Any]]) -> Iterator[Family]:
         requests = Family(

@@ -66,7 +66,7 @@ def load_keys(path: str | os.PathLike[str], *, secret: bool) -> tuple[bytes, byt
 
 
 def is_loopback(host: str) -> bool:
-    if host in ("localhost", ""):
+    if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback

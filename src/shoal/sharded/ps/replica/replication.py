@@ -196,7 +196,7 @@ class Replication:
         leads = self.role is Role.LEADER
         lags = self.feed.lag() if leads else {}
         return {
-            "leads": int(leads),
+            "leads": int(self.may_answer()),
             "term": self.term,
             "registry_contact": int(self.board.in_contact()),
             "followers_in_sync": max(0, len(self._state.in_sync) - 1) if leads and self._state is not None else 0,

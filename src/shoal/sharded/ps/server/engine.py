@@ -29,6 +29,8 @@ from shoal.table.table import HashTable
 log = logging.getLogger("shoal.ps")
 
 UNORDERED = bytes(16)
+FULL_FOR_S = 10.0
+"""How long a server counts as full after a write for which the disk had no room; workers try again all the time."""
 FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without room says
 ROOM_EVERY_S = 1.0  # between two looks at whether it has room again
 IDEMPOTENT = (Op.INSERT, Op.CREATE, Op.EVICT)  # twice is as good as once, so they need no place in a stream
@@ -75,6 +77,7 @@ class Engine:
         """Called by `recover` when the checkpoint is loaded and the log is not."""
         self.read_only = ""
         """Why writes are refused until there is room on the disk; empty while they are not."""
+        self._full_at = -FULL_FOR_S
         self.marks_checkpoints = False
         """Whether a checkpoint that is kept by name has a record in the log, so that followers keep it, too."""
         self.retain: Callable[[], int | None] = lambda: None
@@ -166,6 +169,13 @@ class Engine:
             log.warning("shard %d: %s has room again; writes continue", self.shard.index, directory)
         self.read_only = ""
         return True
+
+    @property
+    def full(self) -> str:
+        """Why writes wait for room on the disk; empty while they do not."""
+        if self.read_only or self.log is None or time.monotonic() > self._full_at + FULL_FOR_S:
+            return self.read_only
+        return f"shard {self.shard.index}: {self.log.directory} has no room for its log; free some, and writes continue"
 
     def take(
         self,
@@ -275,6 +285,8 @@ class Engine:
             try:
                 self.log.append(request.frames())
             except OSError as error:
+                if error.errno in FULL:
+                    self._full_at = time.monotonic()
                 return error_reply(
                     request.request,
                     Status.UNAVAILABLE,

@@ -47,7 +47,7 @@ class KeyedRouter:
 
     def __init__(self, zmq: Any, context: Any, host: str, port: int, keys: ServerKeys, limits: Limits) -> None:
         self._zmq, self._limits = zmq, limits
-        self.cut = 0
+        self.cut = self.refused = 0
         self._authenticator: Any = None
         self._monitor: Any = None
         public, secret = load_keys(keys.secret, secret=True)
@@ -63,7 +63,11 @@ class KeyedRouter:
         if ":" in host:
             router.setsockopt(zmq.IPV6, 1)
             host = f"[{host.strip('[]')}]"
-        self._monitor = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self._refusals = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        self._refusals |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        self._monitor = router.get_monitor_socket(
+            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | self._refusals
+        )
         try:
             router.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -124,6 +128,8 @@ class KeyedRouter:
             event = recv_monitor_message(self._monitor)
             if event["event"] == self._zmq.EVENT_ACCEPTED:
                 self._watched[event["value"]] = Watched()
+            elif event["event"] & self._refusals:
+                self.refused += 1
             else:
                 self._watched.pop(event["value"], None)
 

@@ -47,6 +47,7 @@ class PlainRouter:
     def __init__(self, host: str, port: int, limits: Limits) -> None:
         self._limits = limits
         self.cut = 0
+        self.refused = 0  # without keys everyone may connect
         """Connections that were cut."""
         self._listener = _listen(host, port)
         at = self._listener.getsockname()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError, DataError, PeerError, ShoalError
@@ -60,6 +62,7 @@ class ParameterServer:
         tables: Sequence[Request] = (),
         publish: Publish | None = None,
         replication: Replication | None = None,
+        group: str = "",
         archive: Callable[[ParameterServer], Uploading] | None = None,
         archive_every: timedelta = timedelta(seconds=5),
     ) -> None:
@@ -93,6 +96,7 @@ class ParameterServer:
         self._tables = tables
         self._publish = publish
         self.replication = replication
+        self._group = group
         self._archive, self._archive_every = archive, archive_every
         self.uploading: Uploading | None = None
         self._draining = threading.Event()
@@ -277,7 +281,7 @@ class ParameterServer:
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether it can be asked, and what it holds."""
-        read_only = self.engine.read_only
+        read_only = self.engine.full
         state = "failed" if self.fatal else "draining" if self._draining.is_set() else "serving"
         if state == "serving" and read_only:
             state = "read-only"
@@ -299,19 +303,29 @@ class ParameterServer:
             "streams": len(engine.streams),
             "duplicate_writes_total": engine.duplicates,
             "cut_connections_total": self._sockets.cut_connections,
+            "refused_handshakes_total": self._sockets.refused_handshakes,
             "log_bytes_total": engine.log.bytes_written if engine.log else 0,
             "recovered_records": engine.recovered_records,
             "in_checkpoint": int(engine.in_checkpoint),
-            "read_only": int(bool(engine.read_only)),
+            "read_only": int(bool(engine.full)),
             "checkpoint_failures_total": self._writes.checkpoint_failures,
             **({} if checkpointed is None else {"checkpoint_age_seconds": checkpointed}),
+            **({} if engine.checkpoints is None else {"disk_free_ratio": free_ratio(engine.checkpoints.directory)}),
             **({} if self.replication is None else self.replication.gauges()),
             **({} if self.uploading is None else self.uploading.status()),
         }
 
     def metrics_text(self) -> str:
         """What Prometheus reads."""
-        return self.metrics.text(self.gauges(), self.engine.shard.status()["tables"])
+        shard = self.engine.shard
+        place = {"shard": str(shard.index), "of": str(shard.of), "group": self._group}
+        return self.metrics.text(self.gauges(), shard.status()["tables"], place)
+
+
+def free_ratio(directory: Path) -> float:
+    """The free part of the disk that a directory is on."""
+    usage = shutil.disk_usage(directory)
+    return usage.free / usage.total if usage.total else 0.0
 
 
 def _address(host: str, port: int) -> str:

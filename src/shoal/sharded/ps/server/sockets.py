@@ -27,6 +27,8 @@ class Router(Protocol):
     """What a poller takes."""
     cut: int
     """Connections that were cut for what they sent or did not read."""
+    refused: int
+    """Connections that did not have a key that is let in."""
 
     def reads(self, wanted: bool) -> bool: ...
     def receive(self) -> list[tuple[bytes, list[memoryview]]]: ...
@@ -62,6 +64,11 @@ class Sockets:
     @property
     def cut_connections(self) -> int:
         return self._router.cut
+
+    @property
+    def refused_handshakes(self) -> int:
+        """Connections without a key that is let in."""
+        return self._router.refused
 
     def serve(self, stopped: threading.Event) -> None:
         """Until ``stopped``; then closes its sockets."""

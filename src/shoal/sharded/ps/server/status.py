@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shoal.metrics import Histogram
-from shoal.observe.endpoint import JSON, Shown
+from shoal.observe.endpoint import JSON, Shown, process_metrics
 from shoal.observe.history import Figures
 from shoal.observe.page import Part, Tone, chart, page, pill, table, tile
 
@@ -38,7 +38,7 @@ class ShownShard(Shown):
         return "" if well else found["why"] or found["state"]
 
     def metrics(self) -> bytes:
-        return self._server.metrics_text().encode()
+        return process_metrics() + self._server.metrics_text().encode()
 
     def status(self) -> dict[str, Any]:
         server = self._server
