@@ -205,6 +205,10 @@ class PageHandler(PooledHandler):
             return kind, body
         if url.path == "/readyz":
             if why := shown.ready():
+                try:
+                    self.identify()
+                except HttpError:
+                    why = "not ready\n"
                 raise HttpError(503, why)
             return TEXT, b"ready\n"
         identity = self.identify()
