@@ -6,7 +6,7 @@ set -eu
 want=""
 commands="c++:g++"
 if [ "${1:-all}" = all ]; then
-  commands="$commands cmake:cmake ninja:ninja-build openssl:openssl chromium:chromium java:default-jre-headless redis-server:redis-server"
+  commands="$commands cmake:cmake ninja:ninja-build openssl:openssl chromium:chromium prometheus:prometheus java:default-jre-headless redis-server:redis-server"
   commands="$commands h2load:nghttp2-client"
   [ -e /usr/share/java/zookeeper.jar ] || want="$want zookeeper" # discovery is tested against a real one
 fi

@@ -1,7 +1,8 @@
-"""The status pages of `shoal up`, `train`, `ps` and `serve` in a real browser, on desktop and phone."""
+"""A whole system as people and Prometheus see it: its status pages in a real browser, its metrics, its alert rules."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -10,10 +11,15 @@ import urllib.request
 import numpy as np
 import pytest
 
+from shoal.cli.main import main
+from shoal.observe.monitoring import alert_rules, dashboard
 from shoal.testing.commands import Command
+from shoal.testing.programs.prometheus import Prometheus, prometheus_unavailable
 from tests.observe.browser import DESKTOP, PHONE
+from tests.serving.helpers import eventually
 
 pytest.importorskip("zmq")
+yaml = pytest.importorskip("yaml")
 DEADLINE_S = 180
 CONFIG = """
 [data]
@@ -121,3 +127,35 @@ def test_pages_draw_text_that_others_sent_as_text(system, browser):
     browser.open(address)
     browser.until("document.getElementById('errors').innerText.includes('<img src=x')")
     assert browser.run("window.bad") is None
+
+
+# Metrics that a process has only in some situations, and processes that this system does not have.
+ELSEWHERE = re.compile(
+    r"join_\w+|shoal_ps_(archive|follower|followers|leads|registry)\w*|touched_key_set_dropped_total|"
+    r"parameter_sync_(failures|failed_rounds)_total|shoal_serving_(unauthenticated|errors)_total|shoal_train_lag_s|ALERTS|up"
+)
+
+
+def test_prometheus_reads_the_system_and_its_rules_and_panels_mean_something_there(system, tmp_path):
+    if why := prometheus_unavailable():
+        pytest.skip(f"{why}; `make packages` does it as root")
+    page, status = system
+    assert main(["monitor", "--up", status["file"], "--write", str(tmp_path / "written"), "--json"]) == 0
+    with Prometheus(tmp_path, discovered=[f"{page}targets.json"]) as prometheus:
+        eventually(lambda: prometheus.query('count(up{job="shoal"} == 1) == 4'), what="all processes to be read")
+        eventually(lambda: prometheus.query("rate(shoal_train_samples_total[10s])"), what="two readings")
+        seen = {each["metric"]["__name__"] for each in prometheus.query('{__name__=~".+"}')}
+        rules = [rule["expr"] for group in yaml.safe_load(alert_rules())["groups"] for rule in group["rules"]]
+        panels = [each["expr"] for panel in json.loads(dashboard())["panels"] for each in panel.get("targets", ())]
+        for expression in (*rules, *panels):
+            asked = expression.replace("$__rate_interval", "10s").replace("$instance", ".*")
+            prometheus.query(asked)  # a wrong one raises
+            names = set(
+                re.findall(r"\b(?:shoal|join|parameter_sync|touched|process)_\w+", re.sub(r'"[^"]*"', "", asked))
+            )
+            missing = {name for name in names if name not in seen and not ELSEWHERE.fullmatch(name)}
+            assert not missing, f"{asked}: no process has {missing}"
+        assert "ShoalProcessDown" not in prometheus.firing()
+        steps = prometheus.query('shoal_serving_model_step{role="replica"}')
+        assert steps
+        assert steps[0]["metric"]["name"] == "replica-0"

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "launch": ("shoal.cli.launch", "start N local ranks of a script, with a console that shows who says what"),
     "table": ("shoal.cli.table", "look into checkpoints of tables, compare, check, convert and rewrite them"),
     "top": ("shoal.cli.top", "watch running trainers, servers and replicas: rows, rates, lag, errors"),
+    "monitor": ("shoal.cli.online.monitor", "write Prometheus' configuration, alert rules and a Grafana dashboard"),
     "plan": ("shoal.cli.plan", "say what training needs on 1 to 1,000 hosts: memory, network, time, bottleneck"),
     "ps": ("shoal.cli.ps", "serve one shard of tables to workers: a parameter server, its keys, its checkpoints"),
 }

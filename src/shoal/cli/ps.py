@@ -268,6 +268,7 @@ def _serve_once(options: Serve, stop: Any, ports: tuple[int, int] | None) -> tup
         tables=[create_request(config, spec) for config, spec in tables.values()],
         publish=publishing.ask,
         replication=replication,
+        group=options.group if options.registry is not None else "",
         archive=_archive(options, folder),
         archive_every=duration(options.archive_every) or timedelta(seconds=5),
     )

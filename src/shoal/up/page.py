@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 import threading
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import DataError
-from shoal.observe.endpoint import HttpPort, Shown, process_metrics
+from shoal.observe.endpoint import JSON, Answer, HttpPort, PageHandler, Shown, process_metrics
 from shoal.observe.exposition import Family, render
 from shoal.observe.history import Figures
 from shoal.observe.page import Part, Tone, Unit, chart, link, page, pill, table, tile
@@ -45,7 +46,17 @@ def open_page(supervisor: Supervisor, online: Online) -> HttpPort | None:
         certificate=certificate, key=key, client_ca=client_ca, allow_insecure=rules.insecure,
         tokens=token_file(tokens) if tokens is not None else {},
     )  # fmt: skip
-    return SystemPort(rules.page, System(supervisor, online), security).start()
+    return SystemPort(rules.page, System(supervisor, online), security, SystemHandler).start()
+
+
+class SystemHandler(PageHandler):
+    """Also tells Prometheus where the processes are."""
+
+    def get(self, path: str, identity: str) -> Answer:
+        if path != "/targets.json":
+            return super().get(path, identity)
+        shown: System = self.panel.shown  # pyrefly: ignore
+        return JSON, json.dumps(shown.targets(self.headers.get("Host", ""))).encode()
 
 
 class SystemPort(HttpPort):
@@ -196,6 +207,14 @@ class System(Shown):
                 ]),
             ],
         )  # fmt: skip
+
+    def targets(self, own: str) -> list[dict[str, Any]]:
+        """All processes for Prometheus' discovery over HTTP; ``own``: the host and port that this page is asked by."""
+        found = [{"targets": [own], "labels": {"name": "up", "role": "up"}}] if own else []
+        for process in self._supervisor.processes:
+            labels = {"name": process.name, "role": process.kind, "__scheme__": process.page.partition(":")[0]}
+            found.append({"targets": [process.metrics], "labels": labels})
+        return found
 
     def metrics(self) -> bytes:
         return process_metrics() + render(self._families())

@@ -15,7 +15,7 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.fid import distinct
-from shoal.metrics import emit_timer
+from shoal.metrics import emit_counter, emit_timer
 from shoal.serving.security import ClientSecurity
 from shoal.serving.status import Code, StatusError
 from shoal.serving.sync.history import History, Ids, count, merge
@@ -403,6 +403,8 @@ class Publisher:
         except Exception as error:
             log.exception("%s: %s", self._source.name, address)
             replica.error, replica.session = repr(error), None
+        if replica.error:
+            emit_counter("parameter_sync_failures", 1, self._tags(replica))
 
     def _push(self, replica: Replica, job: _Job, package: Package, left: Ids, touched_at: float) -> None:
         session = replica.session
@@ -423,8 +425,10 @@ class Publisher:
             replica.complete = job.stamp
             if touched_at:
                 replica.freshness = time.time() - touched_at
-                tags = f"source={self._source.name}|model_name={self._model}|target={replica.target.address}"
-                emit_timer("parameter_sync_freshness_seconds", replica.freshness, tags)
+                emit_timer("parameter_sync_freshness_seconds", replica.freshness, self._tags(replica))
+
+    def _tags(self, replica: Replica) -> str:
+        return f"source={self._source.name}|model_name={self._model}|target={replica.target.address}"
 
     def _greet(self, replica: Replica, stamp: Stamp) -> None:
         """Asks a replica what it has, and plans what it gets from the next round on."""
