@@ -190,6 +190,7 @@ void front(nb::module_& m) {
             Front::Options options;
             options.threads = threads;
             options.limits.max_message = max_message;
+            options.limits.max_arriving = std::max(options.limits.max_arriving, 4 * max_message);
             options.lanes.max_waiting = max_waiting;
             options.lanes.cores = threads;
             options.lanes.max_bytes = max_message / 8;
@@ -230,7 +231,8 @@ void front(nb::module_& m) {
       .def("take_counts", counts_of)
       .def("set_limit",
            [](Front& front, const std::string& model, int64_t limit) { front.lanes().set_limit(model, limit); })
-      .def("set_enough", [](Front& front, int64_t requests) { front.lanes().set_enough(requests); })
+      .def("set_python", [](Front& front, int64_t enough, int64_t bytes,
+                            int running) { front.lanes().set_python(enough, bytes, running); })
       .def(
           "next", [](Front& front, double seconds) { return front.lanes().next(static_cast<int64_t>(seconds * 1e9)); },
           NoGil(), nb::keep_alive<0, 1>())

@@ -45,6 +45,7 @@ struct Connection::Stream {
   size_t message_left = 0;
   int messages = 0;  // that are whole
   std::string partial;
+  int64_t held = 0;       // bytes of it that the front end has been told of
   bool received = false;  // all of it
   bool counted = false;
   int64_t progress_ns = 0;
@@ -394,7 +395,16 @@ int Connection::feed(Stream* stream, const uint8_t* data, size_t size) {
     stream->message_left -= count;
     data += count;
     size -= count;
-    if (stream->message_left) return 0;
+    if (stream->message_left) {
+      stream->held += static_cast<int64_t>(count);
+      if (sink_->hold(static_cast<int64_t>(count)) > limits_.max_arriving) {
+        release(stream);
+        stream->partial = {};
+        refuse(stream, kResourceExhausted, "too many bytes of requests are on their way to this server");
+      }
+      return 0;
+    }
+    release(stream);
     stream->prefix_bytes = 0;
     ++stream->messages;
     if (call.method->streams) {
@@ -406,6 +416,11 @@ int Connection::feed(Stream* stream, const uint8_t* data, size_t size) {
     }
   }
   return 0;
+}
+
+void Connection::release(Stream* stream) {
+  if (stream->held) sink_->hold(-stream->held);
+  stream->held = 0;
 }
 
 int Connection::finish(Stream* stream) {
@@ -486,6 +501,7 @@ void Connection::send(Stream* stream, Reply&& reply) {
 
 void Connection::close_stream(Stream* stream) {
   Call& call = *stream->call;
+  release(stream);
   if (stream->counted) sink_->count(-1);
   stream->counted = false;
   if (call.deadline_ns) sink_->clear_timer(call.deadline_ns, id_, stream->id);

@@ -14,6 +14,7 @@ namespace shoal::net {
 
 struct Limits {
   int64_t max_message = 32 << 20;    // bytes of a request
+  int64_t max_arriving = 1 << 30;    // bytes of all requests that have not come as a whole
   int64_t max_connections = 16384;   // beyond them, new ones are closed
   int64_t max_streams = 1024;        // calls of one connection at a time
   int64_t open_ns = 20'000'000'000;  // TLS handshake and HTTP/2 preface
@@ -26,7 +27,8 @@ class CallSink {
  public:
   virtual ~CallSink() = default;
   virtual const Method* method(std::string_view path) const = 0;
-  virtual void count(int change) = 0;             // of calls that are open
+  virtual void count(int change) = 0;        // of calls that are open
+  virtual int64_t hold(int64_t change) = 0;  // bytes of requests that have not come as a whole; how many they are now
   virtual void arrived(const CallPtr& call) = 0;  // with its message, or as a stream of them
   virtual void message(const CallPtr& call, std::string message, bool compressed) = 0;
   virtual void half_closed(const CallPtr& call) = 0;
@@ -72,6 +74,7 @@ class Connection {
   int begin(Stream* stream);
   int feed(Stream* stream, const uint8_t* data, size_t size);
   int finish(Stream* stream);
+  void release(Stream* stream);
   void refuse(Stream* stream, int code, std::string details);
   void refuse_http(Stream* stream, const char* status);
   void send(Stream* stream, Reply&& reply);

@@ -49,6 +49,7 @@ class Front : public LaneOwner {
   void close();           // ends everything
   int64_t calls() const;  // that were taken and have no answer
   int64_t connections() const;
+  int64_t hold(int64_t change) { return held_ += change; }  // bytes of requests that have not come as a whole
 
   // For Python: a descriptor that is readable when there are events, and the events.
   int event_fd() const { return event_fd_; }
@@ -75,6 +76,7 @@ class Front : public LaneOwner {
   void at_fork(Fork phase);
 
  private:
+  std::atomic<int64_t> held_{0};
   const Options options_;
   std::unique_ptr<TlsContext> tls_;
   std::unordered_map<std::string, Method> methods_;

@@ -79,9 +79,11 @@ void Lanes::set_limit(const std::string& model, int64_t max_waiting) {
   one->limit = max_waiting;
 }
 
-void Lanes::set_enough(int64_t requests) {
+void Lanes::set_python(int64_t enough, int64_t bytes, int running) {
   const std::lock_guard lock(mutex_);
-  enough_ = std::max<int64_t>(1, requests);
+  enough_ = std::max<int64_t>(1, enough);
+  python_bytes_ = std::max<int64_t>(1, bytes);
+  max_python_ = std::max(1, running);
 }
 
 // Whether a request that waits its turn is answered before its deadline, as things go.
@@ -202,7 +204,7 @@ void Lanes::offer(std::vector<CallPtr>& calls, std::vector<CallPtr>* others, std
 bool Lanes::is_ready(const Lane& lane, int64_t now, int64_t* until) const {
   if (lane.queue.empty()) return false;
   if (lane.binding) return true;
-  if (python_running_ >= limits_.max_python) return false;
+  if (python_running_ >= max_python_) return false;
   // While one batch runs, another begins when it is worth it, or when the first one is slow.
   const int64_t late = lane.queue.front()->arrived_ns + kSlow;
   const bool ready = lane.running
@@ -238,6 +240,7 @@ std::unique_ptr<Batch> Lanes::next_of_any(int64_t end) {
     if (chosen) {
       std::unique_ptr<Batch> batch = take(chosen, kTurn);
       if (!batch) continue;
+      if (!chosen->queue.empty()) ready_.notify_one();  // what is left may be worth another one
       return batch;
     }
     if (now >= end) return nullptr;
@@ -252,7 +255,8 @@ std::unique_ptr<Batch> Lanes::take(Lane* lane, double most_ns) {
     most = std::clamp<int64_t>(static_cast<int64_t>(most_ns / lane->pace_ns), 1, most);
   std::vector<CallPtr> taken;
   int64_t bytes = 0;
-  while (!lane->queue.empty() && static_cast<int64_t>(taken.size()) < most && bytes < kMaxGroupBytes) {
+  const int64_t most_bytes = lane->binding ? kMaxGroupBytes : python_bytes_;
+  while (!lane->queue.empty() && static_cast<int64_t>(taken.size()) < most && bytes < most_bytes) {
     CallPtr call = std::move(lane->queue.front());
     lane->queue.pop_front();
     --lane->model->waiting;

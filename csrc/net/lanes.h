@@ -137,8 +137,9 @@ class Lanes {
   // The lane of requests with a key; made where it is new. `model`: whose limit it shares; -1 where there are too many.
   int64_t add(const std::string& key, const std::string& model);
   void remove(int64_t lane);  // who waits there is given to Python
-  // While one batch of a lane runs, another one begins when so many requests wait.
-  void set_enough(int64_t requests);
+  // For batches of Python: while one of a lane runs, another one begins when so many requests wait; the requests of one
+  // take so many bytes at most (one request may take more), and so many batches run at a time.
+  void set_python(int64_t enough, int64_t bytes, int running);
   void set_limit(const std::string& model, int64_t max_waiting);  // of one model
 
   // Answers the requests of a lane without Python from now on. False where the binding is of a former generation.
@@ -196,7 +197,8 @@ class Lanes {
   const LaneLimits limits_;
   const std::shared_ptr<const std::atomic<int64_t>> generation_;
   int python_running_ = 0, native_running_ = 0;
-  int64_t enough_ = 64;
+  int64_t enough_ = 64, python_bytes_ = 64 << 20;
+  int max_python_ = limits_.max_python;
   std::atomic<int64_t> left_{0};  // in the queues of lanes that are bound
   std::mutex mutex_;
   std::condition_variable ready_;

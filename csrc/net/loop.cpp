@@ -362,6 +362,8 @@ void Loop::close(Connection* connection) {
 
 const Method* Loop::method(std::string_view path) const { return front_->method(path); }
 
+int64_t Loop::hold(int64_t change) { return front_->hold(change); }
+
 void Loop::count(int change) {
   calls_.store(calls_.load(std::memory_order_relaxed) + change, std::memory_order_relaxed);
 }

@@ -37,6 +37,7 @@ class Loop : public CallSink {
   void deliver(std::vector<Reply> replies);
   const Method* method(std::string_view path) const override;
   void count(int change) override;
+  int64_t hold(int64_t change) override;
   void arrived(const CallPtr& call) override;
   void message(const CallPtr& call, std::string message, bool compressed) override;
   void half_closed(const CallPtr& call) override;

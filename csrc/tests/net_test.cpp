@@ -13,9 +13,9 @@
 #include <thread>
 
 #include "check.h"
+#include "net/client/load.h"
 #include "net/front.h"
 #include "net/grpc.h"
-#include "net/client/load.h"
 #include "serving/varint.h"
 
 using namespace shoal;
@@ -268,6 +268,38 @@ TEST(connections_beyond_the_limit_are_closed_at_once) {
   for (int fd : open) ::close(fd);
   wait_for([&] { return served.front.connections() == 0; });
   CHECK(only_good(served.load(kEcho, "x", 1, 1, 0.05)));
+}
+
+TEST(requests_that_never_come_whole_take_bounded_memory) {
+  Front::Options options;
+  options.limits.max_arriving = 100'000;
+  Served served(options);
+  const auto literal = [](std::string* headers, const std::string& name, const std::string& value) {
+    *headers += '\0';
+    for (const std::string* each : {&name, &value}) {
+      *headers += static_cast<char>(each->size());
+      *headers += *each;
+    }
+  };
+  std::string headers;
+  for (const auto& [name, value] :
+       std::vector<std::pair<std::string, std::string>>{{":method", "POST"},
+                                                        {":scheme", "http"},
+                                                        {":path", kEcho},
+                                                        {":authority", "x"},
+                                                        {"content-type", "application/grpc"}})
+    literal(&headers, name, value);
+  std::vector<int> open;
+  for (int i = 0; i < 12; ++i) {  // each promises 1 MB and sends 15,000 bytes of it
+    const std::string part = std::string("\0\0\x10\0\0", 5) + std::string(15'000, 'x');
+    const std::string bytes = kPreface + frame(4, 0, 0, "") + frame(1, 4, 1, headers) + frame(0, 0, 1, part);
+    open.push_back(served.connect());
+    CHECK(::send(open.back(), bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()));
+  }
+  wait_for([&] { return served.front.connections() == 12 && served.front.hold(0) == 90'000; });  // six of them
+  CHECK(only_good(served.load(kEcho, std::string(5000, 'x'), 1, 1, 0.05)));
+  for (int fd : open) ::close(fd);
+  wait_for([&] { return served.front.connections() == 0 && served.front.hold(0) == 0; });
 }
 
 TEST(requests_that_ask_alike_run_together) {

@@ -298,7 +298,11 @@ class Client {
       case kSettings:
         if (flags & kAck) break;
         for (size_t i = 0; i + 6 <= size; i += 6)
-          if (number(data + i, 2) == NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE) link->first_window = number(data + i + 2, 4);
+          if (number(data + i, 2) == NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE) {
+            const int64_t window = number(data + i + 2, 4);
+            if (link->sending) link->stream_window += window - link->first_window;
+            link->first_window = window;
+          }
         put_frame(&link->out, 0, kSettings, kAck, 0);
         break;
       case kPing:

@@ -38,6 +38,8 @@ class Flags:
     """Versions that stay in the folder, the newest ones; by default all."""
     ps_dir: tuple[str, ...] = ()
     """Of a run with parameter servers: the folders (`shoal ps --dir`) where these keep its rows."""
+    compiled: bool = False
+    """Compile the net with AOTInductor, too, where there is a C++ compiler; `shoal serve --compiled` runs it."""
     json: bool = False
     """One JSON object on stdout."""
 
@@ -54,7 +56,9 @@ def main(argv: list[str]) -> int:
     from shoal.train.loop.serve_config import ServeConfig
 
     serve = ServeConfig(dir=flags.out, model=flags.model, codec=flags.codec, keep=flags.keep or 1)
-    path = export_checkpoint(flags.checkpoint, flags.out, model=serve.name, codec=serve.codec, ps_dirs=flags.ps_dir)
+    path = export_checkpoint(
+        flags.checkpoint, flags.out, model=serve.name, codec=serve.codec, ps_dirs=flags.ps_dir, compiled=flags.compiled
+    )
     if flags.keep is not None:
         prune_exports(flags.out, serve.keep)
     if flags.json:

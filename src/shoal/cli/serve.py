@@ -65,6 +65,9 @@ class Options:
     """Where rows and nets are: cpu, cuda, cuda:1."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: the products of matrices in bfloat16, which is quicker on GPUs and on CPUs that have it."""
+    compiled: bool = False
+    """Run nets that AOTInductor compiled at export (`shoal export --compiled`) where the core does not have their
+    operations. They are machine code that comes with the export: only for model directories that you trust."""
     max_batch_rows: int = 0
     """Rows that micro-batching joins at most; 1 turns it off, 0 = 1024, with --device cuda 8192."""
     max_message_mib: int = 32
@@ -130,6 +133,7 @@ def _serve(options: Options, observed: dict[str, Any]) -> int:
         max_batch_rows=options.max_batch_rows,
         device=options.device,
         precision=options.precision,
+        compiled=options.compiled,
         workers=options.workers,
         front=options.front,
         max_waiting=options.max_waiting,

@@ -36,6 +36,8 @@ class ModelExporter:
         dense: alias -> an example ``[B, ...]`` of each dense input.
         codec: how serving rows are stored; None = each table's own compressor.
         warmup: a warm-up file that is copied next to the entry.
+        compiled: AOTInductor compiles the net, too, where there is a C++ compiler: an export then takes some ten
+            seconds longer. `shoal serve --compiled` runs what it made.
     """
 
     def __init__(
@@ -51,13 +53,14 @@ class ModelExporter:
         export_dir_base: str = EXPORT_DIR_BASE,
         max_rpc_deadline_millis: float = 30000,
         warmup: str | os.PathLike | None = None,
+        compiled: bool = False,
     ) -> None:
         self.model_dir = Path(model_dir)
         self.base = self.model_dir / export_dir_base
         self.model_name = model_name
         self._net, self._features, self._dense = net, dict(features), dict(dense or {})
         self._codec, self._skip_zero = codec, skip_zero_embedding
-        self._deadline, self._warmup = max_rpc_deadline_millis, warmup
+        self._deadline, self._warmup, self._compiled = max_rpc_deadline_millis, warmup, compiled
 
     def export(
         self,
@@ -165,20 +168,22 @@ class ModelExporter:
             net_is_here = not (name == "entry" and with_remote_gpu)
             file = directory / "variables" / "program.pt2" if net_is_here else None
             try:
-                net = export_program(self._net, *example_inputs(self._features, self._dense, dims), file)
+                inputs_and_shapes = example_inputs(self._features, self._dense, dims)
+                net = export_program(self._net, *inputs_and_shapes, file, compiled=self._compiled)
             except ConfigError as error:
                 raise ConfigError(f"model {self.model_name!r}: {error}") from error
             tables: list[TableSpec] = []
             if name.startswith("dense"):
                 inputs = pooled_specs(self._features, self._dense, dims, net.lengths)
                 signatures = {REMOTE_NET: SignatureSpec(inputs, net.outputs, net.row_wise)}
-                program = describe({}, list(net.outputs))
+                program = describe({}, list(net.outputs), compiled=net.compiled)
             else:
                 inputs = input_specs(self._features, self._dense, net.lengths)
                 signatures = {"serving_default": SignatureSpec(inputs, net.outputs, net.row_wise)}
                 program = describe(
                     self._features, list(net.outputs), remote=name != "", num_ps=count, dims=dims,
                     max_rpc_deadline_millis=self._deadline, remote_net=not net_is_here, shard_version=shard_version,
+                    compiled=net.compiled,
                 )  # fmt: skip
             read_at = None
             if not name:

@@ -9,6 +9,7 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.serving.export.check import BATCHES, batches_of, check_same, is_row_wise, output_specs, run
+from shoal.serving.export.compiled import compile_net
 from shoal.serving.export.manifest import TensorSpec
 from shoal.serving.export.program_file import load_exported
 from shoal.serving.server.net.exported import direct_call, input_sizes
@@ -25,6 +26,8 @@ class ExportedNet:
     """Whether rows of the outputs depend on their own rows of the inputs alone."""
     lengths: dict[str, int | None]
     """alias -> the length that a feature which is not pooled must have, None where there are other limits."""
+    compiled: dict[str, str]
+    """device -> the library that AOTInductor made, in the version's folder."""
 
 
 def describe(features: Mapping[str, Feature], outputs: list[str], **more: Any) -> dict[str, Any]:
@@ -80,9 +83,16 @@ def example_inputs(
 
 
 def export_program(
-    net: torch.nn.Module, arguments: dict[str, torch.Tensor], shapes: dict[str, Any], file: Path | None
+    net: torch.nn.Module,
+    arguments: dict[str, torch.Tensor],
+    shapes: dict[str, Any],
+    file: Path | None,
+    *,
+    compiled: bool = False,
 ) -> ExportedNet:
     """Traces the net with ``torch.export``, saves it to ``file`` if there is one, and checks what was saved.
+
+    ``compiled``: AOTInductor compiles it, too, where there is a compiler.
 
     Raises:
         ConfigError: the program is not the net for every batch size; the message says for which, and why.
@@ -104,7 +114,14 @@ def export_program(
             file.parent.mkdir(parents=True, exist_ok=True)
             torch.export.save(exported, str(file))
             check_same(direct_call(load_exported(file)), batches, results)
-        return ExportedNet(output_specs(results.values()), is_row_wise(net, batches[max(BATCHES)]), lengths)
+        libraries: dict[str, str] = {}
+        if compiled and file is not None:
+            found = compile_net(
+                lambda: load_exported(file), file.parent, lambda made: check_same(made, batches, results)
+            )
+            libraries = {device: f"{file.parent.name}/{name}" for device, name in found.items()}
+        row_wise = is_row_wise(net, batches[max(BATCHES)])
+        return ExportedNet(output_specs(results.values()), row_wise, lengths, libraries)
     finally:
         _restore(net, buffers)
         net.train(training)

@@ -11,6 +11,7 @@ import torch
 from shoal.errors import ConfigError, DataError
 from shoal.serving.client.remote_rows import RemoteRows
 from shoal.serving.client.sub_graphs import SubGraphs
+from shoal.serving.export.compiled import CompiledNet
 from shoal.serving.export.manifest import SignatureSpec, inside
 from shoal.serving.export.program_file import load_exported
 from shoal.serving.server.moments import Fresh, Moments
@@ -237,7 +238,7 @@ def native_predictor(
             )  # fmt: skip
         made = NativePredictor(net, sources, read, list(spec.outputs), inputs=spec.inputs)
     except NotNative as error:
-        program.runs = f"torch, since {error}"
+        program.runs = f"{program.runs}, since {error}"
         log.info("the net is run by %s", program.runs)
         return None
     program.runs = "native"
@@ -245,21 +246,48 @@ def native_predictor(
     return made
 
 
+def _native_moments(exported: torch.export.ExportedProgram, program: Program) -> tuple[Moments, str]:
+    """What an entry runs, whose rows come from elsewhere: the net natively, if that can be done."""
+    try:
+        return Moments(NativeNet(exported)), "native"
+    except NotNative as error:
+        return program.moments, f"{program.runs}, since {error}"
+
+
 def placed_net(
-    exported: torch.export.ExportedProgram, placement: Placement, *, graphs: bool
+    exported: torch.export.ExportedProgram, placement: Placement, library: CompiledNet | None, *, graphs: bool
 ) -> tuple[Callable[..., Any], Card | None]:
     """The net where it is to be, and the device that it is enqueued on; None where calls simply run."""
     if placement.on_gpu:
-        net = CardNet(exported, placement, graphs=graphs)
+        net = CardNet(exported, placement, graphs=graphs, library=library)
         return net, Card(net.device)
+    if library is not None:
+        return library, None
     if placement.precision == "fp32":
         return direct_call(exported), None
     return CardNet(exported, placement, graphs=False), None
 
 
-def runs_on(placement: Placement) -> str:
+def library_of(
+    directory: Path, program: Mapping[str, Any], exported: torch.export.ExportedProgram, placement: Placement
+) -> CompiledNet | None:
+    """The net as it was compiled at export, if it was, may be run, and can be run here."""
+    listed = program.get("compiled")
+    kind = "cuda" if placement.on_gpu else "cpu"
+    if not placement.compiled or placement.precision != "fp32" or not isinstance(listed, dict) or kind not in listed:
+        return None
+    file = inside(directory, directory / str(listed[kind]))
+    try:
+        return CompiledNet(file, direct_call(exported), placement.torch_device)
+    except Exception as error:  # made for another machine or torch; of many kinds
+        log.warning("%s is not used, since it cannot be loaded here: %s", file, error)
+        return None
+
+
+def runs_on(placement: Placement, library: CompiledNet | None) -> str:
     """What runs nets, for people."""
-    where = "torch" if not placement.on_gpu else f"torch on {placement.device}"
+    how = "torch" if library is None else "compiled"
+    where = how if not placement.on_gpu else f"{how} on {placement.device}"
     return where if placement.precision == "fp32" else f"{where}, {placement.precision}"
 
 
@@ -301,23 +329,26 @@ def load_program(
         versions["dense_0"] = manifest.version if "shard_version" in given else None
     graphs = SubGraphs(manifest.model_name, versions, deadline)
     exported: Any = None
-    card = None
+    card = library = None
     if file is None:
         kinds = {alias: torch_dtype(dtype_code(each.dtype)) for alias, each in spec.outputs.items()}
         net = remote_net(graphs, kinds)
     else:
         exported = load_exported(file)
-        net, card = placed_net(exported, placement, graphs=bool(spec.row_wise))
+        library = library_of(directory, given, exported, placement)
+        net, card = placed_net(exported, placement, library, graphs=bool(spec.row_wise))
     if remote:
         lookup = remote_lookup(graphs, num_ps, dims)
     else:
         lookup = local_lookup(views, max(1, num_ps))
     program = Program(net, features, outputs, lookup, card, remote=remote)
-    program.runs = "another server" if file is None else runs_on(placement)
+    program.runs = "another server" if file is None else runs_on(placement, library)
     # An entry waits for its shards: its requests run side by side instead of being joined.
     joined = not remote and bool(spec.row_wise)
     signature = SignatureSpec(dict(spec.inputs), dict(spec.outputs), spec.row_wise)
     native = None
+    if remote and file is not None and library is None and placement.native:
+        program.moments, program.runs = _native_moments(exported, program)
     if joined and file is not None:
         native = native_predictor(exported, program, signature, features, views, placement)
     made = {name: Signature(signature, program, batch=joined, waits=remote, samples=True, native=native)}

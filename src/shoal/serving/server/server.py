@@ -54,7 +54,9 @@ PREDICTION = "tensorflow.serving.PredictionService"
 MODELS = "tensorflow.serving.ModelService"
 OPEN_SECS = 30.0
 READY_SECS = 0.5
-GPU_REQUESTS = 8  # that are worth a batch while a GPU is busy with another one: it is read and answered meanwhile
+GPU_BATCHES = (8, 1 << 20, 6)
+"""For a GPU: requests that are worth a batch while another one runs, bytes of a batch's requests, batches at a time.
+While one is on the card, others are read and answered."""
 PREDICT_SECS = 30.0  # of a request that came over REST, as TF-Serving has it
 PUBLISHING = frozenset((HELLO, WEIGHTS, COMMIT))
 MAX_DETAILS = 2000  # characters of an error; gRPC sends them as a header, which is bounded
@@ -84,6 +86,7 @@ class ModelServer(LoadedModels):
         rate_limits: caller -> the same for that caller.
         device: where rows and nets of exports are: ``cpu``, ``cuda`` or ``cuda:N``.
         precision: ``fp32``, or ``bf16`` for products of matrices in bfloat16.
+        compiled: whether nets that were compiled at export are run as such: machine code that comes with the export.
     """
 
     def __init__(
@@ -106,8 +109,11 @@ class ModelServer(LoadedModels):
         rate_limits: Mapping[str, float] | None = None,
         device: str = "cpu",
         precision: str = "fp32",
+        compiled: bool = False,
     ) -> None:
-        super().__init__(model_root, Placement(device=device, precision=precision, max_batch_rows=max_batch_rows))
+        super().__init__(
+            model_root, Placement(device=device, precision=precision, max_batch_rows=max_batch_rows, compiled=compiled)
+        )
         max_batch_rows = self.placement.batch_rows
         self.poll_wait_seconds = poll_wait_seconds
         self.security = security if security is not None else ServerSecurity()
@@ -166,7 +172,7 @@ class ModelServer(LoadedModels):
             )  # fmt: skip
             self.admission.watch(server.front)
             if self.placement.on_gpu:
-                server.front.set_enough(GPU_REQUESTS)
+                server.front.set_python(*GPU_BATCHES)
             if self._max_batch_rows > 1:
                 self._lanes = LaneRunners(server.front, self, self.traffic, self._max_batch_rows)
             return server

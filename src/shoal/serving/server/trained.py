@@ -27,7 +27,7 @@ from shoal.serving.server.net.native import NativeNet
 from shoal.serving.server.net.placement import ON_CPU, Placement
 from shoal.serving.server.net.predictor import NativePredictor, ReadFeature
 from shoal.serving.server.net.row_plan import NotNative, Op, PlanBuilder, Value
-from shoal.serving.server.program import Program, placed_net, runs_on, source_of
+from shoal.serving.server.program import Program, library_of, placed_net, runs_on, source_of
 from shoal.serving.server.servable import Signature, TableView, Tensors, dtype_of
 from shoal.serving.status import invalid_argument
 from shoal.serving.tensors import MAX_TENSOR_BYTES, TensorHead
@@ -322,12 +322,13 @@ def load_trained(
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{directory}: the manifest's program is broken: {error!r}") from None
     exported = load_exported(file)
-    net, card = placed_net(exported, placement, graphs=all(bool(spec.row_wise) for spec in specs.values()))
+    library = library_of(directory, manifest.program, exported, placement)
+    net, card = placed_net(exported, placement, library, graphs=all(bool(spec.row_wise) for spec in specs.values()))
     program = TrainedProgram(
         net, (dense, rows), tables, features.pooling, ragged=makers[IDS].rules.listed,
         log_odds=features.schema.log_odds, card=card,
     )  # fmt: skip
-    program.runs = runs_on(placement)
+    program.runs = runs_on(placement, library)
     signatures = {
         name: FeatureSignature(
             specs[name], program, batch=bool(specs[name].row_wise), samples=True, maker=maker,
@@ -370,5 +371,5 @@ def _add_native(
                 program.moments.followers.append(native.prepare)
         program.runs = "native"
     except NotNative as error:
-        program.runs = f"torch, since {error}"
+        program.runs = f"{program.runs}, since {error}"
         log.info("the net is run by %s", program.runs)

@@ -114,11 +114,12 @@ def write_export(
     stamps: Callable[[], Mapping[str, Stamp]],
     codec: str = "float32",
     keep: int | None = None,
+    compiled: bool = False,
 ) -> str:
     """Writes one version into the folder ``base``; its path. All ranks together.
 
     It has its name when it is whole. ``stamps`` is asked before the rows are read. Of the versions in the folder the
-    newest ``keep`` stay.
+    newest ``keep`` stay. ``compiled``: AOTInductor compiles the net, too, where there is a compiler.
 
     Raises:
         OSError: a rank could not write; every rank raises, and nothing is left of the new version.
@@ -149,7 +150,7 @@ def write_export(
             os.path.join("assets", name): digest for part in written for of_table in part
             for name, digest in of_table["files"].items()
         }  # fmt: skip
-        manifest = _manifest(Path(draft.path), int(os.path.basename(target)), model_name, net, features, step)
+        manifest = _manifest(Path(draft.path), int(os.path.basename(target)), model_name, net, features, step, compiled)
         manifest.tables = [_spec(one, bases[one.name], count, codec) for one, count in zip(tables, rows, strict=True)]
         views = [TableView(_empty(one)) for one in tables]
         pushes = table_signatures(views, lambda: Servable({}))
@@ -173,7 +174,7 @@ def write_export(
 
 
 def _manifest(
-    directory: Path, version: int, model_name: str, net: nn.Module, features: ServedFeatures, step: int
+    directory: Path, version: int, model_name: str, net: nn.Module, features: ServedFeatures, step: int, compiled: bool
 ) -> Manifest:
     """The net's file, the vocabularies', and what is said of them."""
     names = _forward_names(net)
@@ -186,10 +187,11 @@ def _manifest(
     any_size = torch.export.Dim.AUTO
     own = copy.deepcopy(net).to("cpu")
     found = export_program(
-        own, arguments, {name: {0: any_size} for name in names}, directory / "variables" / "program.pt2"
-    )
+        own, arguments, {name: {0: any_size} for name in names}, directory / "variables" / "program.pt2",
+        compiled=compiled,
+    )  # fmt: skip
     outputs = dict.fromkeys(OUTPUTS, TensorSpec("float", [None]))
-    program = describe({}, list(OUTPUTS)) | {"net_inputs": list(names)}
+    program = describe({}, list(OUTPUTS), compiled=found.compiled) | {"net_inputs": list(names)}
     return Manifest(
         model_name=model_name, sub_graph="standalone", version=version, global_step=step, program=program,
         signatures=features.signatures(outputs, found.row_wise), features=features.write(directory),

@@ -34,6 +34,7 @@ def export_checkpoint(
     model: str | None = None,
     codec: str = "float32",
     ps_dirs: Sequence[str] = (),
+    compiled: bool = False,
 ) -> str:
     """Writes a version for `shoal serve` from a checkpoint of `shoal train`; its path.
 
@@ -42,6 +43,7 @@ def export_checkpoint(
         out: the folder of the versions.
         model: the name that servers and clients use, by default that of ``out``.
         ps_dirs: of a run with parameter servers the folders (``shoal ps --dir``) where these keep its rows.
+        compiled: AOTInductor compiles the net, too, where there is a compiler.
 
     Raises:
         ConfigError: there is no such checkpoint, or it has not what an export needs.
@@ -77,6 +79,7 @@ def export_checkpoint(
         step=manifest.step,
         stamps=lambda: {"trainer": stamp, **sources},
         codec=codec,
+        compiled=compiled,
     )
 
 

@@ -81,6 +81,7 @@ class Exports:
             stamps=lambda: stamps_of(rows, self.ranks, at.stamp),
             codec=serve.codec,
             keep=serve.keep if own else None,
+            compiled=serve.compiled,
         )
         if own:
             self.newest, self._step, self._at = path, at.step, time.monotonic()

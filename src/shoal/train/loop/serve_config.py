@@ -35,6 +35,8 @@ class ServeConfig:
     codec: str = "float32"
     """How replicas store rows: ``float32``, ``half``, ``fixed_r8:R`` (one byte per weight, in [-R, R)) or
     ``one_bit:A`` (-A or A). Rows are exported and pushed in this form."""
+    compiled: bool = False
+    """AOTInductor compiles the net of each export, where there is a C++ compiler: for `shoal serve --compiled`."""
     at_start: bool = False
     """Export before the first step, too, if ``dir`` has no version yet, so that replicas can start."""
     guard: GuardConfig = field(default_factory=GuardConfig)

@@ -14,6 +14,7 @@ import torch
 from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
+from shoal.serving.export.compiled import CompiledNet
 from shoal.serving.server.net.exported import DirectNet, ModuleNet, direct_call
 from shoal.serving.server.net.placement import Placement
 from shoal.serving.server.servable import Tensors
@@ -75,9 +76,18 @@ class CardNet:
     Args:
         exported: the program; it is moved to the device.
         graphs: whether rows are independent.
+        library: the same net, compiled for the device.
     """
 
-    def __init__(self, exported: torch.export.ExportedProgram, placement: Placement, *, graphs: bool) -> None:
+    def __init__(
+        self,
+        exported: torch.export.ExportedProgram,
+        placement: Placement,
+        *,
+        graphs: bool,
+        library: CompiledNet | None = None,
+    ) -> None:
+        self._library = library
         self.weights: Mapping[str, torch.Tensor] = dict(exported.state_dict)
         """In host memory."""
         self.device = placement.torch_device
@@ -105,6 +115,7 @@ class CardNet:
         other = copy.copy(self)
         other.weights = dict(weights)
         other._net = self._net.with_weights({name: value.to(self.device) for name, value in weights.items()})
+        other._library = None if self._library is None else self._library.replaced(weights)
         if self._graphs is not None:
             other._graphs = {}
             for rows, graph in sorted(self._graphs.items()):
@@ -132,6 +143,12 @@ class CardNet:
 
     def _results(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         assert isinstance(self._net, DirectNet)
+        if self._library is not None:
+            try:
+                return tuple(pytree.tree_leaves(self._library(**inputs)))
+            except Exception as error:  # of many kinds; what is wrong with the inputs torch says, too
+                log.warning("torch runs the net from now on, since its library fails: %s", error)
+                self._library = None
         with self._precision():
             return tuple(map(_wide, self._net.results(inputs)))
 

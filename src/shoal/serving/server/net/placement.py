@@ -23,6 +23,7 @@ class Placement:
         precision: ``fp32``, or ``bf16``: products of matrices in bfloat16, as ``torch.autocast`` does them. Inputs,
             rows and outputs stay float32.
         max_batch_rows: rows that are joined at most; 0 = 1,024, on a GPU 8,192.
+        compiled: nets that AOTInductor compiled at export are run as such: machine code that comes with the export.
 
     Raises:
         ConfigError: another device or precision.
@@ -32,6 +33,7 @@ class Placement:
     device: str = "cpu"
     precision: str = "fp32"
     max_batch_rows: int = 0
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         try:
