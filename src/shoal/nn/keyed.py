@@ -12,6 +12,8 @@ _TYPES = "torchrec.sparse.jagged_tensor"
 
 def is_torchrec(ids: Any) -> bool:
     """Whether ids came as one of TorchRec's types."""
+    if isinstance(ids, dict | tuple | Tensor):  # the compiler does not see through their classes
+        return False
     return any(each.__module__ == _TYPES for each in type(ids).__mro__)
 
 
