@@ -4,6 +4,7 @@ Nothing is started before the first collective or ``init``. If the profile's own
 rank is; the arithmetic is torch's in either case.
 """
 
+import atexit
 import importlib
 import logging
 import math
@@ -38,6 +39,9 @@ TIMEOUT_S = 1800
 _foreign: Any = None  # the profile's own module, once initialised
 _warned: set[str] = set()
 _job_uuid = ""
+_kept: list[Ranks] = []
+"""The ranks of the last call, which would be made anew for each one otherwise."""
+atexit.register(_kept.clear)  # groups of torch must end before the interpreter does
 
 
 class _Module(types.ModuleType):
@@ -158,7 +162,9 @@ def _hide_missing_interfaces() -> None:
 def _ranks() -> Ranks:
     if not collectives.is_started():
         start_group()
-    return default_ranks()
+    ranks = default_ranks()
+    _kept[:] = [ranks]
+    return ranks
 
 
 def _who(quantity: str, ask: Any) -> int:
@@ -199,10 +205,15 @@ def allgather(t: Tensor) -> Tensor:
 
 def broadcast(t: Tensor, root_rank: int) -> Tensor:
     """``root_rank``'s ``t``, in new memory."""
-    ranks = _ranks()
-    out = ranks.on_wire(flat_bytes(t.detach().clone(memory_format=torch.contiguous_format)))
-    ranks.start_broadcast(out, root_rank).wait()  # as bytes: no backend knows every dtype
-    return out.to(t.device).view(t.dtype).view(t.shape)
+    ranks, t = _ranks(), t.detach()
+    root = ranks.rank == root_rank
+    out = torch.empty_like(t, memory_format=torch.contiguous_format)
+    wire = ranks.on_wire(flat_bytes(t.data if root else out))  # as bytes: no backend knows every dtype
+    started = ranks.start_broadcast(wire, root_rank)
+    if root:
+        out.copy_(t)  # while it is sent
+    started.wait()
+    return out if root else wire.to(t.device).view(t.dtype).view(t.shape)
 
 
 def allreduce(t: Tensor, average: bool = True) -> Tensor:
