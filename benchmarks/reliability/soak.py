@@ -85,11 +85,12 @@ def soak(report: Report, options: Namespace, folder: Path) -> None:
                     flush=True,
                 )
         pushed = _pushed_rows(told["rest"])
-    settled = next(memory for count, memory in seen if count >= min(SETTLED, done // 5))
+    after = min(SETTLED, done // 5)
+    settled = next(memory for count, memory in seen if count >= after)
     grown = seen[-1][1] / settled - 1
     tell(report, f"of {done:,} requests failed, {pushed:,} rows pushed meanwhile", failed, at_most=0)
-    report.add("memory at the end against that after a fifth", f"{seen[-1][1] >> 20} MB", f"{settled >> 20} MB",
-               abs(grown), 0.02, at_most=True)  # fmt: skip
+    what = f"memory at the end against that after {after:,} requests"
+    report.add(what, f"{seen[-1][1] >> 20} MB", f"{settled >> 20} MB", abs(grown), 0.02, at_most=True)
 
 
 def _message(rng: random.Random) -> bytes:

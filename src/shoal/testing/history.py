@@ -92,11 +92,13 @@ class History:
         with self._lock:
             return sum(one.acknowledged_s is not None for one in self._updates.values())
 
-    def longest_wait_s(self) -> float:
-        """From the beginning of an update to its acknowledgement."""
+    def longest_wait_s(self, since_s: float = 0.0) -> float:
+        """From the beginning of an update to its acknowledgement, of those that began after a ``time.monotonic()``."""
         with self._lock:
             waits = [
-                one.acknowledged_s - one.began_s for one in self._updates.values() if one.acknowledged_s is not None
+                one.acknowledged_s - one.began_s
+                for one in self._updates.values()
+                if one.acknowledged_s is not None and one.began_s >= since_s
             ]
         return max(waits, default=0.0)
 

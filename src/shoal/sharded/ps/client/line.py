@@ -8,7 +8,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ConfigError, DeadlineError, PeerError, UnsupportedError
-from shoal.sharded.ps.protocol import RECORDS, Reply, Request, Status, error_reply, parse_reply
+from shoal.sharded.ps.protocol import RECORDS, Op, Reply, Request, Status, error_reply, parse_reply
 from shoal.sharded.ps.security import load_keys
 from shoal.sharded.ps.server.shard import UnknownTable
 
@@ -20,6 +20,8 @@ CLOSED = "this parameter-server client is closed"
 TICK_MS = 100  # between two looks at the connection while a reply is awaited
 ANOTHER_S = 0.3  # without a connection before another server of the shard is tried
 HALF_OPEN_S = 3.0  # of silence after which another server of the shard is tried
+UNANSWERED_S = 3.0  # after which another server is asked: this one may have lost the lead and not know it yet
+LONG_OPS = (Op.CHECKPOINT, Op.RESTORE)  # which take as long as they take
 BACKOFF_S = 0.2  # before a request that the server could not take now is sent again
 
 
@@ -54,6 +56,7 @@ class Line:
         self._established = False
         self._handshakes_failed = 0
         self._resend_at: float | None = None
+        self._heard_at = 0.0
         self._socket: Any = None
         self._monitor: Any = None
         self._connect()
@@ -128,6 +131,8 @@ class Line:
         call = Call(self, request, seconds)
         frames = self._frames(call)  # before it counts: a number that is never sent would hold up all that follow
         self.number, self.seq = request.request, request.seq if own else self.seq
+        if not self.calls:
+            self._heard_at = time.monotonic()
         self.calls[self.number] = call
         self._push(frames)
         return call
@@ -173,6 +178,7 @@ class Line:
             return None
 
     def _take(self, reply: Reply) -> None:
+        self._heard_at = time.monotonic()
         call = self.calls.get(reply.request)
         if call is None:
             return  # a second answer to something that was sent twice
@@ -202,6 +208,9 @@ class Line:
         self._follow(call)  # also where it is too late: the error says what was seen
         now = time.monotonic()
         if len(self._servers) > 1 and not self._established and now - self._connected_at > ANOTHER_S:
+            self._try_another()
+        elif len(self._servers) > 1 and now - self._heard_at > UNANSWERED_S and call.request.op not in LONG_OPS:
+            self._heard_at = now
             self._try_another()
         cut = self._cut
         if now > call.until:

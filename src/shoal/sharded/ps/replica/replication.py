@@ -154,9 +154,8 @@ class Replication:
             if self._handing_over and (request.op.writes or request.op == Op.CHECKPOINT):
                 return error_reply(request.request, Status.UNAVAILABLE, f"shard {shard} is being handed over")
             if request.op.writes and not self.board.in_contact():
-                return error_reply(
-                    request.request, Status.UNAVAILABLE, f"shard {shard}: the leader has lost contact with the registry"
-                )
+                text = f"shard {shard}: this server has lost contact with the registry, and another one may lead"
+                return Reply(Status.NOT_LEADER, request.request, 0, [text.encode(), b""])
             return None
         if request.op == Op.CHECKPOINT and not len(request.values):
             return None  # of its own rows; one that is kept by name is kept by the whole group
