@@ -11,8 +11,8 @@
 - **dense**: predictions while 5 M weights are pushed every second, against the same load at rest.
 - **kills**: trainer, parameter server and replica are killed ten times each while a client asks.
 
-`benchmarks/serving.py --only raw` compares raw features with ids at the server; `tests/serving/test_skew.py` compares
-a replica's answers with the trainer's own forward.
+`benchmarks/serving.py --only raw` compares raw features with ids at the server; `tests/trainer/test_export.py` and
+`test_raw_pushes.py` compare a replica's answers with the trainer's own forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -248,19 +248,23 @@ def _stopped(process: Process) -> Iterator[Process]:
 class Watcher(threading.Thread):
     """Asks one replica for the probes of the next steps and notes when each was first seen in an answer."""
 
-    def __init__(self, address: str, steps: int) -> None:
+    def __init__(
+        self, address: str, steps: int, *, model: str = "flow", first: int = FIRST_STEPS,
+        rows: Callable[[list[str]], dict[str, list[Any]]] = rows_of,
+    ) -> None:  # fmt: skip
         super().__init__(daemon=True)
         self.seen: dict[int, float] = {}
         self.failures: list[str] = []
-        self._client, self._steps = Client(address, model="flow"), steps
+        self._client, self._steps = Client(address, model=model), steps
+        self._first, self._rows = first, rows
         self._done = threading.Event()
 
     def run(self) -> None:
-        first = FIRST_STEPS
+        first = self._first
         while not self._done.is_set() and first < self._steps:
             probes = [*range(first, min(first + AHEAD, self._steps))]
             try:
-                answer = self._client.predict(rows_of([NOBODY, *(f"probe{step}" for step in probes)]))
+                answer = self._client.predict(self._rows([NOBODY, *(f"probe{step}" for step in probes)]))
             except Exception as error:
                 self.failures.append(repr(error))
                 time.sleep(0.1)

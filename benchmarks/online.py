@@ -3,14 +3,22 @@
     python -m benchmarks.online
     python -m benchmarks.online --only join --open 10
     python -m benchmarks.online --only kills --seconds 600 --kills 30
+    taskset -c 0,1 python -m benchmarks.online --only fresh --seconds 60
+    taskset -c 0,1 python -m benchmarks.online --only replay --hours 24 --speed 100
 
 - **join**: `shoal join` from two folders of JSON lines into a third, in one process on one core with a budget of 1 GiB:
   millions of open impressions, each stream shuffled by up to an hour. The samples are compared, all of them and in
   order, with an offline join in numpy.
 - **read**: a Redis stream and a partition of librdkafka's mock broker into batches of labels, numbers and ids, against
   the bare client that fetches the same records and does nothing with them.
-- **kills**: one trainer learns a Redis stream while it is produced, with its rows on two parameter servers; trainer,
-  broker and servers are killed again and again. Rows, weights and samples are compared with those of a run without.
+- **kills**: impressions and actions come in two Redis streams, are joined, and learnt by one trainer with its rows on
+  two parameter servers; trainer, joiner, broker and servers are killed again and again. Joined samples, rows and
+  weights are compared with those of a run without.
+- **fresh**: the whole system under `shoal up`, at 5,000 samples a second: from an impression and its action, both
+  produced, to the first answer of a replica that shows them.
+- **replay**: a day of the demo's stream at 100 times its rate through the same system: memory of every process and
+  freshness in the last quarter against the second, and the AUC of what replicas say as impressions are shown against
+  that of the trainer, which predicts each sample before it learns it.
 - **up**: `shoal up` from nothing to the first live prediction, with what `shoal up --init` writes.
 """
 
@@ -29,11 +37,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Report, parser
+from benchmarks.online_live import fresh
+from benchmarks.online_replay import replay
 from benchmarks.online_up import up
 from benchmarks.streams import kills, read
 
 HOUR = 3600.0
-PARTS = ("read", "join", "kills", "up")
+PARTS = ("read", "join", "kills", "up", "fresh", "replay")
 
 
 def write_events(folder: Path, times: np.ndarray, arrival: np.ndarray, text: Any) -> float:
@@ -143,14 +153,21 @@ def main() -> None:
     made.add_argument("--memory", default="1GiB", help="join: the budget")
     made.add_argument("--dir", help="where to write files; join: about 1 GiB per 4 million impressions")
     made.add_argument("--records", type=int, default=400_000, help="read: entries of the Redis stream")
-    made.add_argument("--seconds", type=float, default=600.0, help="kills: how long records arrive")
+    made.add_argument("--seconds", type=float, default=600.0, help="kills, fresh: how long records arrive")
+    made.add_argument("--sample-rate", type=float, default=5000.0, help="fresh: samples per second")
+    made.add_argument(
+        "--servers", type=int, default=1, help="fresh, replay: parameter servers; 0: rows are the trainer's"
+    )
+    made.add_argument("--replicas", type=int, default=1, help="fresh, replay: how many")
+    made.add_argument("--hours", type=float, default=24.0, help="replay: how much of the day")
+    made.add_argument("--speed", type=float, default=100.0, help="replay: how much faster than it was")
     made.add_argument("--rate", type=float, default=1000.0, help="kills: records per second")
     made.add_argument("--kills", type=int, default=30, help="kills: how many")
     made.add_argument("--seed", type=int, default=1, help="kills: when, and whom")
     flags = made.parse_args()
     report = Report("online")
     report.start()
-    parts = {"read": read, "join": join, "kills": kills, "up": up}
+    parts = {"read": read, "join": join, "kills": kills, "up": up, "fresh": fresh, "replay": replay}
     for name in [flags.only] if flags.only else PARTS:
         parts[name](report, flags)
     report.save(flags.json)

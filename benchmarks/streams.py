@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import random
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 
 from benchmarks.harness import Report, interleaved
 from shoal.data import Schema, make_format
-from shoal.data.live import LiveStream, open_writer, parse_address
+from shoal.data.live import LiveStream, open_reader, open_writer, parse_address
 from shoal.sharded import PsClient
 from shoal.sharded.placement.local import LocalServers
 from shoal.testing.brokers import MockKafka, RedisServer
@@ -24,6 +25,7 @@ from shoal.testing.brokers import MockKafka, RedisServer
 BATCH = 4096
 KILLED_BATCH = 256
 RESTART_S = 0.2
+BEGIN_S = 1_790_000_000
 SCHEMA = Schema(label="click", dense=("age", "price"), sparse=("user", "item", "place", "device"), time="at")
 
 
@@ -126,7 +128,7 @@ def bare_kafka(bootstrap: str, low: int, count: int) -> None:
 
 
 class Supervised:
-    """`shoal train`, started again whenever it ends with an error, until it ends without."""
+    """A command, started again whenever it ends with an error, until it ends without."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self._command, self._log = command, log
@@ -141,13 +143,43 @@ class Supervised:
             return subprocess.Popen(self._command, stdout=log, stderr=log)
 
     def _watch(self) -> None:
-        while self._process.wait() != 0:
+        while code := self._process.wait():
+            if code == 2:
+                raise RuntimeError(f"{' '.join(self._command)}: see {self._log}")
             time.sleep(RESTART_S)
             self._process = self._start()
         self.done.set()
 
     def kill(self) -> None:
         self._process.kill()
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self.done.wait(60)
+
+
+def joiner_command(folder: Path, broker: RedisServer) -> list[str]:
+    stream = """
+        from = "{address}"
+        key = "request"
+        time = "us"
+        time_unit = "us"
+        lateness = "1s"
+    """
+    (folder / "join.toml").write_text(
+        f"""
+        [impressions]{stream.format(address=broker.address("impressions"))}
+        [actions]{stream.format(address=broker.address("actions"))}
+        [labels.click]
+        [join]
+        window = "2s"
+        state = "join-state"
+        idle = "1h"
+        checkpoint_s = 2
+        out = "{broker.address("clicks")}"
+        """
+    )
+    return [sys.executable, "-m", "shoal", "join", str(folder / "join.toml")]
 
 
 def trainer_command(address: str, out: Path, servers: list[str], steps: int) -> list[str]:
@@ -163,38 +195,78 @@ def trainer_command(address: str, out: Path, servers: list[str], steps: int) -> 
     ]  # fmt: skip
 
 
-def produce(address: str, total: int, seconds: float) -> None:
-    """Writes all records within some seconds, each once whatever happens to the broker."""
-    writer = open_writer(address)
-    begun, done, page = time.monotonic(), 0, KILLED_BATCH // 2
+def impressions(first: int, last: int) -> list[bytes]:
+    """What `records` has without the label, a thousand a second by their own clock."""
+    return [
+        json.dumps({
+            "request": f"r{i}", "us": (BEGIN_S * 1000 + i) * 1000, "age": i % 80, "price": i % 1000 / 10,
+            "user": f"u{i * 7919 % 100_003}", "item": f"i{i * 104_729 % 20_011}", "place": f"p{i % 50}",
+            "device": f"d{i % 5}", "at": BEGIN_S + i // 1000,
+        }).encode()
+        for i in range(first, last)
+    ]  # fmt: skip
+
+
+def actions(first: int, last: int) -> list[bytes]:
+    """Clicks of every seventh impression, half a second later."""
+    clicked = range(-(-first // 7) * 7, last, 7)
+    return [json.dumps({"request": f"r{i}", "us": (BEGIN_S * 1000 + i + 500) * 1000}).encode() for i in clicked]
+
+
+def produce(broker: RedisServer, total: int, seconds: float) -> None:
+    """Writes all impressions and actions within some seconds, each once whatever happens to the broker."""
+    shown, acted = open_writer(broker.address("impressions")), open_writer(broker.address("actions"))
+    begun, done, clicks, page = time.monotonic(), 0, 0, KILLED_BATCH // 2
     while done < total:
-        writer.append(records(done, min(total, done + page)), at=done)
-        done = min(total, done + page)
+        last = min(total, done + page)
+        shown.append(impressions(done, last), at=done)
+        found = actions(done, last)
+        acted.append(found, at=clicks)
+        clicks, done = clicks + len(found), last
         time.sleep(max(0.0, begun + seconds * done / total - time.monotonic()))
-    writer.close()
+    # Events of much later close the windows of all that came before.
+    shown.append(impressions(total + 100_000, total + 100_001), at=total)
+    acted.append([json.dumps({"request": "end", "us": (BEGIN_S * 1000 + total + 100_000) * 1000}).encode()], at=clicks)
+    shown.close()
+    acted.close()
+
+
+def joined(broker: RedisServer, total: int) -> bytes:
+    """A digest of all samples, in order."""
+    reader, digest, seen = open_reader(broker.address("clicks")), hashlib.sha256(), 0
+    while seen < total and (chunks := reader.poll(10_000, 1.0)):
+        for chunk in chunks:
+            seen += len(chunk)
+            for record in chunk.records:
+                digest.update(record + b"\n")
+    reader.close()
+    return digest.digest() + seen.to_bytes(8, "big")
 
 
 def run_system(folder: Path, total: int, seconds: float, kills: int, seed: int) -> dict[str, Any]:
     """Everything from nothing to the end of the stream; rows and weights then, and what was killed."""
     folder.mkdir()
     chance = random.Random(seed)
-    counts = {"trainer": 0, "broker": 0, "server": 0}
+    counts = {"trainer": 0, "joiner": 0, "broker": 0, "server": 0}
     options = ["--durability", "log", "--dir", str(folder / "ps"), "--threads", "1"]
     with RedisServer(folder / "redis") as broker, LocalServers(2, options, env={"OMP_NUM_THREADS": "1"}) as servers:
         address = broker.address("clicks")
-        producer = threading.Thread(target=produce, args=(address, total, seconds if kills else 0.0), daemon=True)
+        producer = threading.Thread(target=produce, args=(broker, total, seconds if kills else 0.0), daemon=True)
         producer.start()
         steps = total // KILLED_BATCH
+        joiner = Supervised(joiner_command(folder, broker), folder / "joiner.txt")
         trainer = Supervised(trainer_command(address, folder / "run", servers.addresses, steps), folder / "log.txt")
         begun = time.monotonic()
         moments = sorted(chance.uniform(0.05, 0.95) * seconds for _ in range(kills))
-        whom = [name for _ in range(kills // 3 + 1) for name in counts][:kills]
+        whom = [name for _ in range(kills // len(counts) + 1) for name in counts][:kills]
         chance.shuffle(whom)
         for moment, name in zip(moments, whom, strict=True):
             time.sleep(max(0.0, begun + moment - time.monotonic()))
             counts[name] += 1
             if name == "trainer":
                 trainer.kill()
+            elif name == "joiner":
+                joiner.kill()
             elif name == "server":
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     servers.kill(chance.randrange(2))  # and the watch starts it again
@@ -205,6 +277,8 @@ def run_system(folder: Path, total: int, seconds: float, kills: int, seed: int) 
         if not trainer.done.wait(seconds + 600):
             raise TimeoutError(f"the trainer did not come to the end; see {folder / 'log.txt'}")
         producer.join(60)
+        joiner.stop()
+        samples = joined(broker, total)
         with PsClient(servers.addresses) as client:
             rows = sorted(
                 (int(key), tuple(row))
@@ -215,7 +289,7 @@ def run_system(folder: Path, total: int, seconds: float, kills: int, seed: int) 
     content = json.loads((newest / "manifest.json").read_text())["content"]
     return {
         "rows": rows, "dense": (newest / "dense.safetensors").read_bytes(), "samples": content["progress"]["samples"],
-        "killed": counts, "starts": trainer.starts,
+        "killed": counts, "starts": trainer.starts, "joined": samples,
     }  # fmt: skip
 
 
@@ -226,7 +300,9 @@ def kills(report: Report, flags: Any) -> None:
         whole = run_system(Path(root) / "whole", total, flags.seconds, 0, 0)
         killed = run_system(Path(root) / "killed", total, flags.seconds, flags.kills, flags.seed)
     report.add("samples learnt, with kills and without", f"{killed['samples']:,}", f"{whole['samples']:,}")
-    report.add("kills of trainer, broker, servers", "/".join(map(str, killed["killed"].values())))
+    report.add("kills of trainer, joiner, broker, servers", "/".join(map(str, killed["killed"].values())))
+    same = killed["joined"] == whole["joined"]
+    report.add("joined samples are equal, in order", "yes" if same else "no", "", float(same), 1.0)
     differ = sum(one != other for one, other in zip(killed["rows"], whole["rows"], strict=False))
     differ += abs(len(killed["rows"]) - len(whole["rows"]))
     report.add(f"rows that differ, of {len(whole['rows']):,}", f"{differ:,}", "", float(differ), 0.0, at_most=True)

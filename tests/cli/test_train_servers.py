@@ -51,7 +51,10 @@ def test_rows_on_servers_come_back_with_the_checkpoint_of_a_killed_trainer(capsy
         with LocalServers(2, flags, env={"OMP_NUM_THREADS": "1"}) as servers:
             given = ["--ps", *servers.addresses, "--out", tmp_path / name / "run", "--set", "model.dropout=0.1", *more]
             if name == "killed":
-                shell = command(data, *given, "--json", "--checkpoint-steps", 8, "--log-steps", 1)
+                shell = command(data, *given, "--json", "--log-steps", 1)
+                kill_after([*shell, "--checkpoint-steps", "1000"], "progress", 3)  # before the first one
+                assert newest(tmp_path / name / "run").name == "ckpt-00000000"
+                shell += ["--checkpoint-steps", "8"]
                 kill_after(shell, "progress", 21)  # between two checkpoints, so that the servers are ahead
             told = run(capsys, data, *given, "--checkpoint-steps", 8)
             if name == "killed":

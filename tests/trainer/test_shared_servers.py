@@ -182,6 +182,7 @@ def counts(servers):
     return {user: round(found.get(text_fid(user, 1), 0.0), 3) for user in users}
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["redis", "kafka"])
 def test_partitions_move_between_trainers_that_are_killed(kind, request, servers, tmp_path):
     broker = request.getfixturevalue("redis_server" if kind == "redis" else "mock_kafka")
@@ -219,6 +220,7 @@ def test_partitions_move_between_trainers_that_are_killed(kind, request, servers
     assert counts(servers) == expected(4, count)
 
 
+@pytest.mark.timeout(900)
 def test_ranks_of_another_number_take_over_what_others_did_not_finish(redis_server, servers, tmp_path):  # noqa: F811
     address = redis_server.address("group")
     writer = open_writer(address)

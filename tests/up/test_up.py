@@ -17,7 +17,7 @@ from shoal.serving import Client
 
 pytest.importorskip("zmq")
 
-DEADLINE_S = 180
+DEADLINE_S = 500
 GOOD, ALL = 150, 250  # steps
 CONFIG = """
 [data]

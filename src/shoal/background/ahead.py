@@ -74,7 +74,8 @@ class ReadAhead(Iterator[T], Generic[T]):
         """
         self._queue.close(drop=True)
         if self._thread is None:
-            _close(self._source, self._owned)
+            with contextlib.suppress(ValueError):  # a generator that another reader's thread is still in
+                _close(self._source, self._owned)
         elif self._thread is not threading.current_thread():
             self._thread.join(wait_s)
 

@@ -1,7 +1,9 @@
 """`shoal serve`: a model server over exported models."""
 
+import contextlib
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -185,18 +187,33 @@ def _wait(root: Path, seconds: float) -> bool:
 
     end = time.monotonic() + seconds
     told = False
+    preparing: threading.Thread | None = None
     with stop_event() as stop:
         while True:
             base = root / "exported_models" if (root / "exported_models").is_dir() else root
             if base.is_dir() and (newest_version(base) is not None or any(map(newest_version, base.iterdir()))):
+                if preparing is not None:
+                    preparing.join()
                 return True
             if time.monotonic() >= end:
                 raise DeadlineError(f"{root} has no export after {seconds:g} s; does the trainer write there?")
             if not told:
                 told = True
+                preparing = threading.Thread(target=_prepare, daemon=True)
+                preparing.start()
                 logging.getLogger(__name__).info("waiting for the first export in %s, up to %g s", root, seconds)
             if stop.wait(0.1):
                 return False
+
+
+def _prepare() -> None:
+    """Imports what the export will need, behind the trainer, which has to write it first."""
+    from shoal.serving.export.program_file import prepare_to_load
+
+    if hasattr(os, "setpriority"):
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread alone, on Linux
+    prepare_to_load()
 
 
 def limits_of(given: tuple[str, ...]) -> dict[str, int]:

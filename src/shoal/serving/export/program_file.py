@@ -1,5 +1,7 @@
 """A net's program on disk, read without unpickling anything but plain tensors."""
 
+import contextlib
+import importlib
 import io
 import json
 import re
@@ -23,6 +25,13 @@ _RECORDS = re.compile(
 )
 _PLAIN = ("weight_", "tensor_")
 _one_at_a_time = threading.Lock()  # torch's reader of programs keeps its state in a global and refuses a second one
+
+
+def prepare_to_load() -> None:
+    """Imports what `load_exported` needs of torch, which are some seconds of CPU time."""
+    with contextlib.suppress(ImportError):  # in a version of torch that has them elsewhere the first load imports them
+        importlib.import_module("torch._export.serde.serialize")
+        importlib.import_module("torch._functorch.aot_autograd")
 
 
 def load_exported(file: Path) -> torch.export.ExportedProgram:

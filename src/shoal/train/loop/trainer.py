@@ -206,8 +206,9 @@ class Trainer:
                 self.reporter.note(f"goes on with the rows and weights of step {self.at.kept_step:,}, the best so far")
             unread = self.at.epoch < self.config.train.epochs and not self._rows_read()
             self.stream.restart(self.reader)
-            if self._names_writes and self._new_writer:
-                # So that a run that is killed before its first checkpoint finds the names of its updates.
+            if (self._names_writes and self._new_writer) or (self.rows.client is not None and self.resumed is None):
+                # So that a run that is killed before its first checkpoint finds the names of its updates, or takes
+                # back what it did on the servers.
                 self._save(replace=True)
             with Feed(self.config, self.stream, self.rows) as feed:
                 why = self._loop(feed)
