@@ -61,6 +61,8 @@ class Op(IntEnum):
     LEARNT = 14
     """The number of the last write of each of some streams, 0 for one that has none: ids in hexadecimal as JSON in,
     numbers as JSON out."""
+    OUTCOME = 15
+    """Only in the log, behind a write of tables with budgets: the ids whose rows left for it, and those refused."""
     ASSIGN = 32
     ASSIGN_ADD = 33
     APPLY = 34
@@ -80,11 +82,13 @@ class Op(IntEnum):
 WITH_IDS = frozenset(
     {
         Op.LOOKUP, Op.CONTAINS, Op.ENTRIES, Op.FIND_INITIAL, Op.ASSIGN, Op.ASSIGN_ADD, Op.APPLY, Op.REINITIALIZE,
-        Op.INSERT, Op.ERASE,
+        Op.INSERT, Op.ERASE, Op.OUTCOME,
     }
 )  # fmt: skip
 """Their ids frame holds the ids that the header counts."""
-ALWAYS = frozenset(Op) - {Op.FIND_INITIAL, Op.PUBLISH, Op.SCAN, Op.FOLLOW, Op.FETCH, Op.HANDOVER, Op.LEARNT}
+ALWAYS = frozenset(Op) - {
+    Op.FIND_INITIAL, Op.PUBLISH, Op.SCAN, Op.FOLLOW, Op.FETCH, Op.HANDOVER, Op.LEARNT, Op.OUTCOME,
+}  # fmt: skip
 """What a server knows that does not tell its operations: one of version 0.1."""
 
 

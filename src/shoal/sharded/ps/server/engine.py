@@ -9,11 +9,15 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.errors import ConfigError, DataError, UnsupportedError
+from shoal.sharded.ps.outcomes import Outcomes
 from shoal.sharded.ps.protocol import FLOAT16, NOW, RECORDS, Op, Reply, Request, Status, error_reply, parse_request
 from shoal.sharded.ps.server import directory_lock
 from shoal.sharded.ps.server.checkpoint import Checkpoints
@@ -82,6 +86,10 @@ class Engine:
         """Whether a checkpoint that is kept by name has a record in the log, so that followers keep it, too."""
         self.retain: Callable[[], int | None] = lambda: None
         """The first log record that a follower still needs."""
+        self._outcomes = Outcomes(shard)
+        self._held: tuple[int, Request] | None = None
+        """The last write of the log: what it did to the rows of others comes next, and it is applied then."""
+        self._follows = False
         self._room_at = 0.0
         self._lock = -1
         self._snapshot: ShardSnapshot | None = None
@@ -125,6 +133,9 @@ class Engine:
         if self.durability == Durability.LOG:
             self._next_number = last + 1
             self.make_room()
+        else:
+            self._finish_held()
+            self._outcomes.stop()
 
     def begin_run(self) -> None:
         """What is learnt from now on is newer than all that this shard's servers have learnt before."""
@@ -197,30 +208,56 @@ class Engine:
             if self._snapshot is not None and (request.op in WHOLE_TABLE or request.op == Op.CHECKPOINT):
                 return taken
             self.log.append([header, ids, values])
+            self._redo(number, request)
             if request.op == Op.CHECKPOINT:
                 try:
                     begin_marked(request)
                 except OSError as error:
                     log.error("shard %d: the checkpoint at record %d failed: %s", self.shard.index, number, error)
-            else:
-                self._redo(number, request)
+        self._follows = True
         return len(records)
 
     def mark_checkpoint(self, request: Request) -> None:
         """Writes into the log that a checkpoint is kept here, for followers to do the same."""
         if self.marks_checkpoints and self.log is not None:
+            self._finish_held()
             self.log.append(request.frames())
 
     def _redo(self, number: int, request: Request) -> None:
-        if request.op == Op.CHECKPOINT:
+        """Applies a record of the log; a write of tables with budgets when the next record has come."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._redo_one(*held, request if request.op == Op.OUTCOME else None)
+        if self._outcomes.budgets(request):
+            self._held = number, replace(request, ids=bytes(request.ids), values=bytes(request.values))
+        elif request.op not in (Op.CHECKPOINT, Op.OUTCOME):
+            self._redo_one(number, request, None)
+
+    def _finish_held(self) -> None:
+        """Applies the last write of the log, which decides by itself: nobody else's record of that will come."""
+        held, self._held = self._held, None
+        if held is None:
             return
+        self._redo_one(*held, None)
+        if self.log is not None:
+            self._log_outcome(self._outcomes.budgets(held[1]))
+
+    def _redo_one(self, number: int, request: Request, outcome: Request | None) -> None:
+        asked, stay = request, None
+        self._outcomes.begin(self._outcomes.budgets(request), follow=outcome is not None)
+        if outcome is not None:
+            request, stay = self._outcomes.prepare(request, outcome)
         kept: dict[str, HashTable] = {}
         if request.op == Op.RESTORE:
             try:
                 kept = self._kept(request, number)
             except (ConfigError, DataError) as error:  # it was there when the record was written
                 raise DataError(f"shard {self.shard.index}: log record {number} cannot be applied: {error}") from error
-        _, error = self._write(request, kept)
+        answer, error = self._write(request, kept)
+        if stay is not None and asked.op == Op.REINITIALIZE and asked.stream != UNORDERED and error is None:
+            existed = torch.zeros(stay.numel(), dtype=torch.int32, device="cpu")
+            existed[stay] = answer.payload[0]
+            self.streams.remember(asked.stream, asked.seq, Answer(answer.status, [existed]), asked.acked)
         if isinstance(error, MemoryError | OSError):  # any other failure was one then, too
             raise DataError(f"shard {self.shard.index}: log record {number} cannot be applied: {error}") from error
 
@@ -244,12 +281,16 @@ class Engine:
         return [self._apply(request) for request in requests]
 
     def _apply(self, request: Request) -> Reply:
+        if not request.op.writes:
+            return error_reply(request.request, Status.BAD_REQUEST, f"{request.op.name} is not a write of this server")
         if request.stream == UNORDERED and request.op not in IDEMPOTENT:
             return error_reply(request.request, Status.BAD_REQUEST, f"{request.op.name} needs a stream and a number")
         if request.stream != UNORDERED and not request.seq:
             return error_reply(request.request, Status.BAD_REQUEST, "the writes of a stream are numbered from 1, got 0")
         if self.read_only:
             return error_reply(request.request, Status.UNAVAILABLE, self.read_only, self.shard.version)
+        self._follows = False
+        self._finish_held()
         verdict = self._judge(request)
         if verdict is Verdict.DONE:
             self.duplicates += 1
@@ -294,8 +335,19 @@ class Engine:
                     "applied",
                 )
             self.logged()
+        tables = self._outcomes.budgets(request) if self.log is not None else []
+        self._outcomes.begin(tables)
         answer, _ = self._write(request, kept)
+        if tables and self.log is not None:
+            self._log_outcome(tables)
         return Reply(answer.status, request.request, self.shard.version, answer.payload)
+
+    def _log_outcome(self, tables: list[tuple[str, HashTable]]) -> None:
+        assert self.log is not None
+        try:
+            self.log.append(self._outcomes.record(tables).frames())
+        except OSError as error:  # the write stands; after a restart it decides again which rows leave
+            log.error("shard %d: which rows left is not in the log: %s", self.shard.index, error)
 
     def _kept(self, request: Request, record: int | None = None) -> dict[str, HashTable]:
         """The tables that a RESTORE names, as they were in the checkpoint that it names; see `Kept.table`."""
@@ -346,6 +398,9 @@ class Engine:
             raise ConfigError(f"shard {self.shard.index}: a checkpoint is being taken already")
         if self.read_only:
             raise OSError(errno.ENOSPC, self.read_only)
+        if self._held is not None and self._follows:
+            raise ConfigError(f"shard {self.shard.index}: the leader's next record must come first; try again")
+        self._finish_held()
         number = self.log.rotate() - 1 if self.log is not None else self.shard.version + self._offset
         self._snapshot = snapshot = ShardSnapshot(self.shard, self.streams, number)
         return snapshot
