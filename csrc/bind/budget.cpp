@@ -1,5 +1,6 @@
 // Budgets of tables: what they may hold, which rows leave, and what is known of those that left.
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
@@ -22,6 +23,8 @@ Eviction& eviction_of(const Table& table) {
 void budget(nb::module_& m) {
   nb::class_<Budget>(m, "Budget")
       .def(nb::init<int64_t>(), nb::arg("limit"))
+      .def("take", &Budget::take, nb::arg("bytes"))
+      .def("give", &Budget::give, nb::arg("bytes"))
       .def("used", &Budget::used)
       .def("limit", &Budget::limit);
 
@@ -75,16 +78,36 @@ void budget(nb::module_& m) {
       nb::arg("table"), nb::arg("sink").none());
   m.def(
       "policy_keys",
-      [](const Table& t, uintptr_t ids, int64_t n, uintptr_t out) {
-        t.policy_keys(ptr<int64_t>(ids, n), n, ptr<int64_t>(out, n));
+      [](const Table& t, uintptr_t ids, int64_t n, uintptr_t out, bool lasting) {
+        t.policy_keys(ptr<int64_t>(ids, n), n, lasting, ptr<int64_t>(out, n));
       },
-      NoGil());
+      nb::arg("table"), nb::arg("ids"), nb::arg("n"), nb::arg("out"), nb::arg("lasting") = false, NoGil());
   m.def(
       "set_scores",
       [](Table& t, uintptr_t ids, int64_t n, uintptr_t scores) {
         t.set_scores(ptr<int64_t>(ids, n), n, ptr<float>(scores, n));
       },
       NoGil());
+  // Ids whose rows left and ids that were refused since the last call, as bytes; kept from `record_outcomes` on.
+  m.def("record_outcomes", [](Table& t, bool on) { eviction_of(t).record(on); });
+  m.def("take_outcome", [](Table& t) {
+    const Eviction::Outcome outcome = eviction_of(t).take_outcome();
+    return nb::make_tuple(nb::bytes(outcome.gone.data(), outcome.gone.size() * sizeof(int64_t)),
+                          nb::bytes(outcome.refused.data(), outcome.refused.size() * sizeof(int64_t)));
+  });
+  m.def("let_go", [](Table& t, uintptr_t ids, int64_t n) { t.let_go(ptr<int64_t>(ids, n), n); }, NoGil());
+  m.def("follow_evictions", [](Table& t, bool other) { t.follow(other); }, NoGil());
+  m.def("count_refused", [](Table& t, int64_t n) { eviction_of(t).refused += n; });
+  m.def("empty_twin", [](const Table& t) { return t.empty_twin(); }, NoGil());
+  // The rows of another table are this one's from now on: its clocks do not stand before them, and what did not fit
+  // counts as refused.
+  m.def("adopt_eviction", [](Table& t, const Table& other) {
+    if (!t.eviction() || !other.eviction()) return;
+    t.eviction()->raise_clocks(*other.eviction());
+    t.eviction()->refused += other.eviction()->evicted + other.eviction()->refused;
+  });
+  m.def("epoch_began", [](const Table& t) { return eviction_of(t).epoch_began(); });
+  m.def("set_epoch_began", [](Table& t, uint32_t seconds) { eviction_of(t).set_epoch_began(seconds); });
   // created, hits, evicted, refused, sum of ages, youngest and oldest of the evicted (-1: none)
   m.def("eviction_counters", [](const Table& t) {
     const Eviction& e = eviction_of(t);

@@ -48,7 +48,8 @@ std::vector<nb::bytes> encode(const Table& table, const Rows& rows, bool with_id
   out.reserve(rows.size());
   for (int64_t i = 0; i < rows.size(); ++i) {
     const char* row = rows.rows.data() + i * table.layout().stride;
-    const char* end = encoder.encode(row, rows.times[i], with_id ? &rows.ids[i] : nullptr, buffer.data());
+    const uint64_t score = with_id && !rows.scores.empty() ? rows.scores[i] : 0;
+    const char* end = encoder.encode(row, rows.times[i], with_id ? &rows.ids[i] : nullptr, score, buffer.data());
     out.emplace_back(buffer.data(), end - buffer.data());
   }
   return out;
@@ -70,7 +71,8 @@ std::vector<nb::bytes> lookup_entry(const Table& table, const std::vector<int64_
 }
 
 // (table, expiry or None, epoch), and for a table whose rows live elsewhere also (take, parts): `take(part)` gives the
-// addresses of ids, times (int64) and rows without gaps, which stay good until the next call, and how many there are.
+// addresses of ids, times (int64), rows without gaps and what a policy keeps of them (or 0), which stay good until the
+// next call, and how many there are.
 SaveSource save_source(const nb::tuple& given) {
   if (given.size() != 3 && given.size() != 5) throw std::invalid_argument("a source of a save must have 3 or 5 parts");
   SaveSource source{.table = nb::cast<const Table*>(given[0]),
@@ -80,10 +82,12 @@ SaveSource save_source(const nb::tuple& given) {
   source.parts = nb::cast<int>(given[4]);
   source.take = [take = nb::object(given[3]), layout = &source.table->layout()](int part, Rows* out) {
     const nb::gil_scoped_acquire acquire;
-    const auto [ids, times, rows, n] = nb::cast<std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t>>(take(part));
+    const auto [ids, times, rows, scores, n] =
+        nb::cast<std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t>>(take(part));
     const nb::gil_scoped_release release;
     out->ids.assign(ptr<int64_t>(ids), ptr<int64_t>(ids) + n);
     out->times.assign(ptr<int64_t>(times), ptr<int64_t>(times) + n);
+    if (scores) out->scores.assign(ptr<uint64_t>(scores), ptr<uint64_t>(scores) + n);
     out->rows.resize(static_cast<size_t>(n) * layout->stride);
     for (int64_t i = 0; i < n; ++i)
       std::memcpy(out->rows.data() + i * layout->stride, ptr<char>(rows) + i * layout->row_bytes,

@@ -74,17 +74,18 @@ void nn(nb::module_& m) {
       .def_ro("row_bytes", &RowsCopy::row_bytes)
       .def(
           "copy_to",
-          [](const RowsCopy& c, uintptr_t ids, uintptr_t times, uintptr_t heads, uintptr_t states) {
+          [](const RowsCopy& c, uintptr_t ids, uintptr_t times, uintptr_t heads, uintptr_t states, uintptr_t scores) {
             const int64_t n = c.rows.size(), state = c.row_bytes - c.head_bytes;
             for (int64_t i = 0; i < n; ++i) {
               const char* row = c.rows.rows.data() + i * c.stride;
               ptr<int64_t>(ids)[i] = c.rows.ids[i];
               ptr<int64_t>(times)[i] = c.rows.times[i];
+              if (scores) ptr<uint64_t>(scores)[i] = c.rows.scores.empty() ? 0 : c.rows.scores[i];
               std::memcpy(ptr<char>(heads) + i * c.head_bytes, row, static_cast<size_t>(c.head_bytes));
               if (state) std::memcpy(ptr<char>(states) + i * state, row + c.head_bytes, static_cast<size_t>(state));
             }
           },
-          NoGil());
+          nb::arg("ids"), nb::arg("times"), nb::arg("heads"), nb::arg("states"), nb::arg("scores") = 0, NoGil());
   m.def(
       "copy_rows",
       [](const Table& t, int stripe) {
@@ -121,7 +122,8 @@ void nn(nb::module_& m) {
       NoGil());
   m.def(
       "import_rows",
-      [](Table& t, uintptr_t ids, uintptr_t times, uintptr_t heads, uintptr_t states, int64_t n) {
+      [](Table& t, uintptr_t ids, uintptr_t times, uintptr_t heads, uintptr_t states, int64_t n, uintptr_t scores,
+         bool written) {
         const int64_t head = head_bytes(t.layout()), state = t.layout().row_bytes - head, stride = t.layout().stride;
         constexpr int64_t kChunk = 1 << 16;
         for (int64_t begin = 0; begin < n; begin += kChunk) {
@@ -129,16 +131,18 @@ void nn(nb::module_& m) {
           Rows rows;
           rows.ids.assign(ptr<int64_t>(ids) + begin, ptr<int64_t>(ids) + begin + size);
           rows.rows.resize(static_cast<size_t>(size * stride));
+          if (scores) rows.scores.assign(ptr<uint64_t>(scores) + begin, ptr<uint64_t>(scores) + begin + size);
           for (int64_t i = 0; i < size; ++i) {
             rows.times.push_back(static_cast<uint32_t>(ptr<int64_t>(times)[begin + i]));
             char* row = rows.rows.data() + i * stride;
             std::memcpy(row, ptr<char>(heads) + (begin + i) * head, static_cast<size_t>(head));
             if (state) std::memcpy(row + head, ptr<char>(states) + (begin + i) * state, static_cast<size_t>(state));
           }
-          t.load(rows);
+          t.load(rows, written);
         }
       },
-      NoGil());
+      nb::arg("table"), nb::arg("ids"), nb::arg("times"), nb::arg("heads"), nb::arg("states"), nb::arg("n"),
+      nb::arg("scores") = 0, nb::arg("written") = false, NoGil());
 }
 
 }  // namespace shoal::bind

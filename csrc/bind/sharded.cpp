@@ -97,7 +97,7 @@ void sharded(nb::module_& m) {
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), NoGil());
 
   nb::class_<Snapshot>(m, "Snapshot")
-      .def(nb::init<const Table&>(), nb::arg("table"), nb::keep_alive<1, 2>())
+      .def(nb::init<Table&>(), nb::arg("table"), nb::keep_alive<1, 2>())
       .def("before_write", raw<&Snapshot::before_write>, NoGil())
       .def("kept", &Snapshot::kept, NoGil())
       .def(

@@ -75,6 +75,7 @@ class StripeQueue {
     rows.ids.clear();
     rows.times.clear();
     rows.rows.clear();
+    rows.scores.clear();
     const std::lock_guard lock(mutex_);
     --in_flight_;
     spare_.push_back(std::move(rows));
@@ -120,7 +121,8 @@ int64_t write_rows(const EntryEncoder& encoder, const Rows& rows, int32_t stride
     if (expiry && expiry->stale(rows.ids[i], rows.times[i], now)) continue;
     char* record = file->room(room);
     char* payload = record + kRecordHeader;
-    char* end = encoder.encode(rows.rows.data() + i * stride, rows.times[i], &rows.ids[i], payload);
+    const uint64_t score = rows.scores.empty() ? 0 : rows.scores[i];
+    char* end = encoder.encode(rows.rows.data() + i * stride, rows.times[i], &rows.ids[i], score, payload);
     frame_record(record, end - payload);
     file->used(end - record + kRecordFooter);
     ++written;
@@ -238,6 +240,7 @@ class Load::Worker {
       Rows& rows = rows_[stripe];
       rows.ids.push_back(head.id);
       rows.times.push_back(head.time);
+      rows.scores.push_back(head.score);
       rows.rows.insert(rows.rows.end(), row_.begin(), row_.end());
       if (rows.size() < batch_) continue;
       std::unique_lock lock(load_.stripes_[stripe], std::try_to_lock);
@@ -262,6 +265,7 @@ class Load::Worker {
     rows->ids.clear();
     rows->times.clear();
     rows->rows.clear();
+    rows->scores.clear();
   }
 
   Load& load_;
@@ -336,7 +340,7 @@ void Load::commit() {
   const int64_t latest = fresh().max_update_time();
   if (const Eviction* eviction = fresh().eviction(); eviction && table_.eviction()) {
     table_.eviction()->refused += eviction->evicted + eviction->refused;
-    table_.eviction()->raise_call(static_cast<uint32_t>(latest));
+    table_.eviction()->raise_clocks(*eviction);
   }
   table_.swap_contents(*fresh_);
   table_.raise_max_update_time(latest);

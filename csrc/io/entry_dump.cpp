@@ -75,7 +75,7 @@ std::string count_of(int64_t n, const char* what) { return std::to_string(n) + "
 }  // namespace
 
 EntryEncoder::EntryEncoder(const Layout& layout, bool state) : layout_(layout), state_(state) {
-  max_bytes_ = 64 + 5 * static_cast<size_t>(layout.dim);
+  max_bytes_ = 80 + 5 * static_cast<size_t>(layout.dim);
   for (const Segment& segment : layout.segments) {
     uint32_t floats = 0;
     int32_t step_at = -1;
@@ -92,7 +92,14 @@ EntryEncoder::EntryEncoder(const Layout& layout, bool state) : layout_(layout), 
   }
 }
 
-char* EntryEncoder::encode(const char* row, uint32_t time, const int64_t* id, char* out) const {
+char* EntryEncoder::encode(const char* row, uint32_t time, const int64_t* id, uint64_t score, char* out) const {
+  const auto end = [&](char* at) {
+    *at++ = static_cast<char>(tag(4, wire::varint));
+    at = wire::put_varint(time, at);
+    if (!score) return at;
+    *at++ = static_cast<char>(tag(15, wire::varint));
+    return wire::put_varint(score, at);
+  };
   if (id) {
     *out++ = static_cast<char>(tag(1, wire::fixed64));
     std::memcpy(out, id, 8);
@@ -100,10 +107,7 @@ char* EntryEncoder::encode(const char* row, uint32_t time, const int64_t* id, ch
   }
   out = put_floats(tag(2, wire::fixed32), row, layout_.dim, out);
 
-  if (!state_) {
-    *out++ = static_cast<char>(tag(4, wire::varint));
-    return wire::put_varint(time, out);
-  }
+  if (!state_) return end(out);
   const size_t n = layout_.segments.size();
   const auto message_bytes = [&](size_t i) -> size_t {
     if (step_[i] < 0) return float_bytes_[i];
@@ -144,8 +148,7 @@ char* EntryEncoder::encode(const char* row, uint32_t time, const int64_t* id, ch
       }
     }
   }
-  *out++ = static_cast<char>(tag(4, wire::varint));
-  return wire::put_varint(time, out);
+  return end(out);
 }
 
 EntryDecoder::EntryDecoder(const Layout& layout, bool strict) : layout_(layout), strict_(strict) {
@@ -180,6 +183,8 @@ EntryHead EntryDecoder::decode(const char* data, size_t n, char* row) {
       uint64_t value;
       good = in.number(&value);
       time = static_cast<int64_t>(value);
+    } else if (field == tag(15, wire::varint)) {
+      good = in.number(&head.score);
     } else {
       good = in.skip(field);
     }

@@ -1,6 +1,7 @@
 // One row as an EntryDump message and back, byte for byte what protobuf writes and everything that it reads.
 //
-//   EntryDump { 1 sfixed64 id; 2 repeated float num; 3 OptimizerDump opt; 4 int64 last_update_ts_sec }
+//   EntryDump { 1 sfixed64 id; 2 repeated float num; 3 OptimizerDump opt; 4 int64 last_update_ts_sec;
+//               15 uint64 eviction }                         the last one of tables with a budget alone
 //   OptimizerDump { 1 repeated SingleOptimizerDump dump }    one per segment, but none for moving_average
 #pragma once
 #include <cstdint>
@@ -18,8 +19,9 @@ class EntryEncoder {
   explicit EntryEncoder(const Layout& layout, bool state = true);
   // What encode() may touch, including a little behind the message.
   size_t max_bytes() const { return max_bytes_; }
-  // Returns the end of the message. `id` may be null: then the field is left out.
-  char* encode(const char* row, uint32_t time, const int64_t* id, char* out) const;
+  // Returns the end of the message. `id` may be null: then the field is left out. So is a `score` of 0
+  // (Moment::lasting).
+  char* encode(const char* row, uint32_t time, const int64_t* id, uint64_t score, char* out) const;
 
  private:
   const Layout& layout_;
@@ -33,7 +35,8 @@ class EntryEncoder {
 struct EntryHead {
   int64_t id = 0;
   uint32_t time = 0;
-  bool keep = true;  // false: an all-zero vector, which this table does not store
+  uint64_t score = 0;  // what the policy of a table with a budget kept of it; 0: unknown
+  bool keep = true;    // false: an all-zero vector, which this table does not store
 };
 
 class EntryDecoder {

@@ -13,11 +13,13 @@
 namespace shoal {
 
 // The moment is that of construction. From then on whoever writes to the table calls `before_write` with the ids first;
-// rows of stripes that are not copied yet are put aside there, so memory grows with the rows written meanwhile and
-// shrinks again stripe by stripe. Writes that name no ids (clear, evict) have to wait until `save` has returned.
-class Snapshot {
+// rows of stripes that are not copied yet are put aside there, and so are those that leave a full table, so memory
+// grows with the rows written meanwhile and shrinks again stripe by stripe. Writes that name no ids (clear, evict) have
+// to wait until `save` has returned. One thread writes.
+class Snapshot : RowKeeper {
  public:
-  explicit Snapshot(const Table& table) : table_(table) {}
+  explicit Snapshot(Table& table);
+  ~Snapshot() override;
   Snapshot(const Snapshot&) = delete;
   Snapshot& operator=(const Snapshot&) = delete;
 
@@ -29,14 +31,17 @@ class Snapshot {
 
  private:
   struct Kept {
+    mutable std::mutex mutex;               // taken last: whoever has it takes no lock of the table
+    bool taken = false;                     // the stripe is copied
     std::unordered_map<int64_t, bool> ids;  // whether there was a row
     Rows rows;
   };
+  void leaving(int stripe, int64_t id, uint32_t time, uint64_t score, const char* row) override;
   void take(int stripe, Rows* out);
 
-  const Table& table_;
-  mutable std::mutex mutex_;
-  uint64_t taken_ = 0;  // stripes that are copied
+  Table& table_;
+  std::mutex mutex_;  // of one stripe that is copied, or one write that is announced
+  bool begun_ = false;
   std::array<Kept, Table::kStripes> kept_;
 };
 

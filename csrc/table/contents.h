@@ -140,6 +140,14 @@ struct Table::Contents {
   // While rows are loaded stripes share those that are spare: as many fit as the table had that was saved.
   void share_spare(bool share) {
     pooled = share;
+    for (Stripe& stripe : stripes) {
+      if (!share) break;
+      pool.insert(pool.end(), stripe.spare.begin(), stripe.spare.end());
+      stripe.spare.clear();
+      for (; stripe.rows_left; --stripe.rows_left) pool.push_back(stripe.next_row++);
+      for (; stripe.chained != kFreeRow; stripe.chained = *reinterpret_cast<const uint32_t*>(rows.row(stripe.chained)))
+        pool.push_back(stripe.chained);
+    }
     for (size_t stripe = 0; !share && !pool.empty(); stripe = (stripe + 1) % stripes.size()) {
       const uint32_t row = pool.back();
       pool.pop_back();

@@ -173,6 +173,11 @@ void Table::set_keeper(RowKeeper* keeper) {
   keeper_ = keeper;
 }
 
+void Table::drop_keeper(const RowKeeper* keeper) {
+  Locks<true> lock(*this, kAllStripes);
+  if (keeper_ == keeper) keeper_ = nullptr;
+}
+
 void Table::set_layout(const Layout& layout) {
   auto same = [](const Segment& a, const Segment& b) {
     return a.dim == b.dim && a.opt == b.opt && a.codec == b.codec && a.state_bytes == b.state_bytes;
@@ -203,7 +208,7 @@ void Table::swap_contents(Table& other) {
     std::swap(contents_, other.contents_);
     if (eviction_) {
       eviction_->full = false;
-      contents_->share_spare(false);
+      contents_->share_spare(follows_.load());
     }
     if (epoch_.load()) {
       contents_->rows.track();

@@ -37,7 +37,8 @@ struct Rows {
   std::vector<int64_t> ids;
   std::vector<uint32_t> times;
   std::vector<char> rows;
-  std::vector<uint32_t> scores;  // what the policy of a table with a budget has kept of them; or empty
+  std::vector<uint64_t>
+      scores;  // what the policy of a table with a budget has kept of them (Moment::lasting); or empty
   int64_t size() const { return static_cast<int64_t>(ids.size()); }
 };
 
@@ -66,7 +67,7 @@ struct Stamp {
   const Moment* moment = nullptr;
   const float* score = nullptr;
   bool loaded = false;
-  const uint32_t* kept = nullptr;  // of a row that is loaded: what the policy had kept of it, if that is known
+  const uint64_t* kept = nullptr;  // of a row that is loaded: what a policy had kept of it, if that is known
 };
 
 // What to do with a gradient that holds NaN or infinity.
@@ -90,7 +91,7 @@ struct NonFinite {
 class RowKeeper {
  public:
   virtual ~RowKeeper() = default;
-  virtual void leaving(int stripe, int64_t id, uint32_t time, uint32_t score, const char* row) = 0;
+  virtual void leaving(int stripe, int64_t id, uint32_t time, uint64_t score, const char* row) = 0;
 };
 
 class Table {
@@ -132,12 +133,19 @@ class Table {
   int64_t evict(const Expiry& expiry, int64_t now);
   // Null: no budget. Counters, clocks and pinned ids are its own.
   Eviction* eviction() const { return eviction_.get(); }
-  // What the policy has kept of ids: their keys; -1 for an id without a row.
-  void policy_keys(const int64_t* ids, int64_t n, int64_t* out) const;
+  // What the policy has kept of ids: their keys, -1 for an id without a row; or what checkpoints have of them
+  // (Moment::lasting), 0 for an id without a row.
+  void policy_keys(const int64_t* ids, int64_t n, bool lasting, int64_t* out) const;
   // Overwrites what a policy of scores has kept of ids that have a row.
   void set_scores(const int64_t* ids, int64_t n, const float* scores);
-  // Has somebody know of rows that leave; null: nobody. Not beside writes.
+  // Has somebody know of rows that leave, in place of whoever did so far, until that is dropped.
   void set_keeper(RowKeeper* keeper);
+  void drop_keeper(const RowKeeper* keeper);
+  // Lets the rows of these ids go, as those that leave a full table do, whatever the policy says.
+  void let_go(const int64_t* ids, int64_t n);
+  // Whether another table decides which rows leave, and `let_go` is called with them before each write: then all rows
+  // that are free are there for every id. A write that finds none after all lets rows go by itself.
+  void follow(bool other);
   // A table without rows with the same layout and policy, and a budget of its own of the same size.
   std::unique_ptr<Table> empty_twin() const;
   int64_t erase(const int64_t* ids, int64_t n);
@@ -182,8 +190,9 @@ class Table {
   // Bytes first to first + size of the row of each id, one after another, and their times, where they are wanted; an id
   // without a row has zeros. How many have one.
   int64_t fetch_bytes(const int64_t* ids, int64_t n, int64_t first, int64_t size, char* out, int64_t* times) const;
-  // Inserts or replaces rows as they are. Raises the max update time to the largest time.
-  void load(const Rows& rows);
+  // Inserts or replaces rows as they are. Raises the max update time to the largest time. With a budget they are
+  // restored, and those stay that the policy wants most; or `written`: then others leave for them as in any call.
+  void load(const Rows& rows, bool written = false);
   // Exchanges all rows with a table of the same layout, in one step for every reader of this one. Change tracking
   // starts over: a delta against an epoch from before is refused.
   void swap_contents(Table& other);
@@ -228,11 +237,13 @@ class Table {
   uint32_t time_of(Slot slot) const;
   struct Newcomer;
   struct Candidate;
+  class Batch;
   void make_room(const Write& write, std::vector<Newcomer>& newcomers);
   void make_room_in(int stripe, const Write& write, std::span<Newcomer> newcomers);
   int64_t prune(int stripe, Bucket* first, const Write& write, int64_t wanted, uint32_t bound);
   void make_room_exactly(const Write& write, std::vector<Newcomer>& newcomers);
   bool may_leave(const Moment& moment, Slot slot, int64_t now) const;
+  bool stays(const Write& write, int64_t id) const;
   void push_out(int stripe, const Write& write, std::span<const Slot> slots, int to_stripe);
   void log_removed(Stripe& stripe, uint32_t epoch, int64_t id, uint32_t row);
   Resolved find_or_insert(uint64_t hash, int64_t id, Stamp time);
@@ -266,6 +277,7 @@ class Table {
   RowKeeper* keeper_ = nullptr;
   std::mutex gone_mutex_;
   bool small_ = false;  // of a table with a budget: stripes have so few rows that they share them
+  std::atomic<bool> follows_{false};
   mutable RwLock locks_[kStripes];
   mutable Readers readers_;
   std::unique_ptr<Contents> contents_;  // replaced only while every lock is held

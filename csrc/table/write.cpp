@@ -70,7 +70,7 @@ void Table::stamp_kept(Slot slot, Stamp time, bool created) {
   const Moment& moment = *time.moment;
   uint32_t kept;
   if (time.loaded) {
-    kept = time.kept && moment.policy != Policy::lru ? *time.kept : moment.loaded(time.seconds);
+    kept = time.kept ? moment.loaded(*time.kept, time.seconds) : moment.loaded(time.seconds);
   } else {
     kept = created ? moment.fresh(time.score) : moment.written(slot.time(), time.score);
   }
@@ -97,7 +97,8 @@ Resolved Table::find_or_insert(uint64_t hash, int64_t id, Stamp time) {
   }
   bool created;
   // A full table's index does not grow: rows of a segment that is full make room.
-  const bool may_grow = !eviction_ || small_ || !eviction_->full.load(std::memory_order_relaxed);
+  const bool may_grow = !eviction_ || small_ || follows_.load(std::memory_order_relaxed) ||
+                        !eviction_->full.load(std::memory_order_relaxed);
   Slot slot = stripe.index.find_or_insert(hash, static_cast<uint64_t>(id), &created, may_grow);
   if (!slot) {
     eviction_->full.store(true, std::memory_order_relaxed);
@@ -239,9 +240,9 @@ void Table::write_postponed(const Write& write, std::vector<Newcomer>& postponed
   for (Newcomer& newcomer : postponed) {
     const Stamp stamp = time(newcomer.place);
     const Moment& moment = *stamp.moment;
-    newcomer.key = moment.key(!stamp.loaded                                ? moment.fresh(stamp.score)
-                              : stamp.kept && moment.policy != Policy::lru ? *stamp.kept
-                                                                           : moment.loaded(stamp.seconds));
+    newcomer.key = moment.key(!stamp.loaded ? moment.fresh(stamp.score)
+                              : stamp.kept  ? moment.loaded(*stamp.kept, stamp.seconds)
+                                            : moment.loaded(stamp.seconds));
   }
   make_room(write, postponed);
   std::vector<Resolved> found;
@@ -250,6 +251,7 @@ void Table::write_postponed(const Write& write, std::vector<Newcomer>& postponed
     found.push_back(newcomer.refused ? Resolved{nullptr, false}
                                      : find_or_insert(newcomer.hash, newcomer.id, time(newcomer.place)));
     if (found.back().row) prefetch_row(found.back().row, layout_.row_bytes);
+    if (!found.back().row && eviction_->recording()) eviction_->note_refused(newcomer.id);
   }
   for (size_t i = 0; i < found.size(); ++i) finish(postponed[i].place, found[i]);
 }
@@ -383,7 +385,9 @@ void Table::write_groups(const Write& write, const uint32_t* positions, int64_t 
 void Table::write_task(const Write& given, const uint32_t* positions, int64_t n, uint64_t owned) {
   Write write = given;
   write.time.moment = &write.moment;
-  write.time.loaded = write.kind == Kind::load;
+  write.time.loaded = write.restored;
+  Batch batch(write.ids, positions, n);
+  if (!write.restored) write.batch = &batch;  // of rows that are restored those stay that deserve it most
   switch (write.kind) {
     case Kind::assign:
       return write_part<Kind::assign>(write, positions, n, owned);
@@ -412,7 +416,8 @@ void Table::write(Write write) {
 void Table::begin(Write& write) {
   if (!eviction_) return;
   write.now_s = std::max<int64_t>(write.time.seconds, max_update_time());
-  write.moment = eviction_->begin_call(static_cast<uint32_t>(write.now_s), expected_);
+  write.moment =
+      write.restored ? eviction_->moment() : eviction_->begin_call(static_cast<uint32_t>(write.now_s), expected_);
 }
 
 namespace {
@@ -496,8 +501,7 @@ void Table::write_all(std::span<Write> writes) {
 
 void Table::note_written(std::span<const Write> writes) {
   for (const Write& write : writes) {
-    if (write.table->eviction_ && write.kind != Kind::load)
-      write.table->eviction_->curve.wrote(write.ids, write.n, write.drop);
+    if (write.table->eviction_ && !write.restored) write.table->eviction_->curve.wrote(write.ids, write.n, write.drop);
     const auto trackers = write.table->trackers();
     if (!trackers) continue;
     std::vector<int64_t> passed;

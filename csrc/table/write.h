@@ -33,6 +33,8 @@ struct Table::Write {
   Moment moment = {};                    // what its clocks say
   int64_t now_s = 0;                     // from which ages count
   std::vector<int64_t>* gone = nullptr;  // gets the ids of rows that leave, if given
+  Batch* batch = nullptr;                // the ids of this part, whose rows stay
+  bool restored = false;                 // rows come back as they were, and the policy's numbers with them
 };
 
 }  // namespace shoal

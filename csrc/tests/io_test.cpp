@@ -192,7 +192,7 @@ TEST(every_optimizer_is_read_back_as_it_was_written) {
       const std::string row = random_bytes(random, layout.row_bytes, 256);
       const int64_t id = static_cast<int64_t>(random()) << 32 | random();
       std::string message(encoder.max_bytes(), 0);
-      message.resize(encoder.encode(row.data(), random(), &id, message.data()) - message.data());
+      message.resize(encoder.encode(row.data(), random(), &id, 0, message.data()) - message.data());
       std::string back(layout.row_bytes, 1);
       const EntryHead head = decoder.decode(message.data(), message.size(), back.data());
       CHECK(head.id == id && back == row && head.keep);
@@ -215,7 +215,7 @@ TEST(a_record_without_state_has_the_weights_alone) {
   const EntryEncoder encoder(adam, false);
   std::string message(encoder.max_bytes(), 0);
   const int64_t id = 42;
-  message.resize(encoder.encode(reinterpret_cast<const char*>(row), 7, &id, message.data()) - message.data());
+  message.resize(encoder.encode(reinterpret_cast<const char*>(row), 7, &id, 0, message.data()) - message.data());
   CHECK(message.size() == 9 + 2 * 5 + 2);
   std::vector<char> out(serving.row_bytes);
   const EntryHead head = EntryDecoder(serving, true).decode(message.data(), message.size(), out.data());
@@ -233,7 +233,7 @@ TEST(a_record_of_another_table_is_refused_or_starts_fresh) {
   const EntryEncoder encoder(adagrad);
   std::string message(encoder.max_bytes(), 0);
   const int64_t id = 42;
-  message.resize(encoder.encode(reinterpret_cast<const char*>(row), 7, &id, message.data()) - message.data());
+  message.resize(encoder.encode(reinterpret_cast<const char*>(row), 7, &id, 0, message.data()) - message.data());
 
   const auto error = [&](const Layout& layout, bool strict) -> std::string {
     std::vector<char> out(layout.row_bytes);

@@ -402,3 +402,63 @@ def test_a_full_table_comes_back_whole(tmp_path):
     put(other, *range(200_000, 204_000))
     assert other.size() <= 10_000
     check_rows(other)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", ["save", "incremental", "state_dict"])
+def test_a_restored_table_evicts_in_the_same_order_as_before(policy, way, tmp_path):
+    table, other = (make(max_rows=40, evict=policy, name="t") for _ in range(2))
+    rng, scores = np.random.default_rng(0), None
+    for step in range(30):
+        ids = rng.integers(0, 60, 9).tolist()
+        if policy == "score":
+            scores = torch.from_numpy(rng.random(9).astype(np.float32))
+        put(table, *ids, req_time=1000 + step, **({} if scores is None else {"scores": scores}))
+        if step == 15 and way == "incremental":
+            save_incremental(table, tmp_path)
+        if step == 20 and "epoch" in policy:
+            table.next_eviction_epoch()
+    if way == "save":
+        table.save(str(tmp_path / "t"))
+        other.restore(str(tmp_path / "t"))
+    elif way == "incremental":
+        save_incremental(table, tmp_path)
+        restore_incremental(other, tmp_path)
+    else:
+        shoal.nn.HashEmbeddingBag(other).load_state_dict(shoal.nn.HashEmbeddingBag(table).state_dict())
+    assert held(other) == held(table)
+    for step in range(10):
+        ids = rng.integers(100, 200, 5).tolist()
+        for one in (table, other):
+            put(one, *ids, req_time=2000 + step, **({"scores": 0.5} if policy == "score" else {}))
+        assert held(other) == held(table)
+
+
+def test_rows_of_another_policy_or_of_no_budget_count_as_written_at_their_times(tmp_path):
+    for evict, budget in (("lfu", {"max_rows": 40, "evict": "lfu"}), ("none", {})):
+        table = make(name="t", **budget)
+        for id in range(40):
+            put(table, id, req_time=1000 + id)
+        table.save(str(tmp_path / evict))
+        other = make(max_rows=40, name="t")
+        other.restore(str(tmp_path / evict))
+        put(other, *range(100, 110))
+        assert held(other) == [*range(10, 40), *range(100, 110)]
+
+
+def test_a_state_dict_does_not_pass_the_budget():
+    table, small = make(), make(max_rows=10)
+    for id in range(30):
+        put(table, id, req_time=1000 + id)
+    shoal.nn.HashEmbeddingBag(small).load_state_dict(shoal.nn.HashEmbeddingBag(table).state_dict())
+    assert held(small) == list(range(20, 30))
+    assert small.eviction_stats().refused == 20
+    put(small, 100)
+    assert held(small) == [*range(21, 30), 100]
+
+
+def test_rows_of_ids_that_a_call_brings_stay():
+    table = make(max_rows=4, evict="score")
+    put(table, 1, 2, 3, 4, scores=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    put(table, 9, 8, 1, scores=torch.tensor([0.0, 0.0, 0.5]))
+    assert held(table) == [1, 4, 8, 9]

@@ -35,6 +35,11 @@ bool Table::may_leave(const Moment& moment, Slot slot, int64_t now) const {
   return true;
 }
 
+// Pinned ids, and those that the write brings.
+bool Table::stays(const Write& write, int64_t id) const {
+  return eviction_->is_pinned(id) || (write.batch && write.batch->has(id));
+}
+
 // Lets go of rows of one stripe, whose slots are all in segments that the caller closes the holes of.
 void Table::push_out(int stripe, const Write& write, std::span<const Slot> slots, int to_stripe) {
   if (slots.empty()) return;
@@ -43,6 +48,7 @@ void Table::push_out(int stripe, const Write& write, std::span<const Slot> slots
   const int64_t now = write.now_s;
   const uint32_t epoch = epoch_.load(std::memory_order_relaxed);
   const auto sink = eviction_->sink();
+  const bool recording = eviction_->recording();
   std::vector<int64_t> gone;
   int64_t ages = 0, youngest = Budget::kUnlimited, oldest = 0;
   for (size_t i = 0; i < slots.size(); ++i) {
@@ -54,14 +60,15 @@ void Table::push_out(int stripe, const Write& write, std::span<const Slot> slots
     ages += age;
     youngest = std::min(youngest, age);
     oldest = std::max(oldest, age);
-    if (keeper_) keeper_->leaving(stripe, id, time, slot.time(), contents.rows.row(row));
+    if (keeper_) keeper_->leaving(stripe, id, time, write.moment.lasting(slot.time()), contents.rows.row(row));
+    if (recording) eviction_->note_gone(id);
     if (sink) {
       std::lock_guard lock(sink->mutex);
       if (sink->rows.size() < sink->limit) {
         const char* bytes = contents.rows.row(row);
         sink->rows.ids.push_back(id);
         sink->rows.times.push_back(time);
-        sink->rows.scores.push_back(slot.time());
+        sink->rows.scores.push_back(write.moment.lasting(slot.time()));
         sink->rows.rows.insert(sink->rows.rows.end(), bytes, bytes + layout_.stride);
       } else {
         ++sink->lost;
@@ -110,14 +117,18 @@ int64_t Table::prune(int stripe, Bucket* first, const Write& write, int64_t want
   while (last < kBins - 1 && below + bins[last] < wanted) below += bins[last++];
   std::vector<Slot> leaving;
   leaving.reserve(static_cast<size_t>(std::min<int64_t>(wanted, count)));
-  int64_t of_last = wanted - below;
-  for (uint32_t i = 0; i < count; ++i) {
-    const uint32_t bin = bin_of(keys[i] - lowest);
-    if (bin > last || (bin == last && of_last <= 0)) continue;
-    const Slot slot{first + places[i] / 4, static_cast<int>(places[i] % 4)};
-    if (eviction_->is_pinned(static_cast<int64_t>(slot.id()))) continue;
-    of_last -= bin == last;
-    leaving.push_back(slot);
+  // All of the bins before `last` and some of it; further bins where rows of these stay.
+  for (uint32_t from = 0;; from = ++last) {
+    int64_t of_last = wanted - static_cast<int64_t>(leaving.size()) - (from ? 0 : below);
+    for (uint32_t i = 0; i < count; ++i) {
+      const uint32_t bin = bin_of(keys[i] - lowest);
+      if (bin < from || bin > last || (bin == last && of_last <= 0)) continue;
+      const Slot slot{first + places[i] / 4, static_cast<int>(places[i] % 4)};
+      if (stays(write, static_cast<int64_t>(slot.id()))) continue;
+      of_last -= bin == last;
+      leaving.push_back(slot);
+    }
+    if (static_cast<int64_t>(leaving.size()) >= wanted || last == kBins - 1) break;
   }
   push_out(stripe, write, leaving, stripe);
   if (!leaving.empty()) index.close_holes(first, static_cast<uint32_t>(leaving.size()));
@@ -128,7 +139,7 @@ int64_t Table::prune(int stripe, Bucket* first, const Write& write, int64_t want
 void Table::make_room_in(int stripe, const Write& write, std::span<Newcomer> newcomers) {
   Contents& contents = *contents_;
   Stripe& s = contents.stripes[stripe];
-  const bool choosy = eviction_->options.if_better || write.kind == Kind::load;
+  const bool choosy = eviction_->options.if_better || write.restored;
   const int64_t there = static_cast<int64_t>(s.spare.size()) + s.rows_left;
   const int64_t needed = static_cast<int64_t>(newcomers.size()) - there;
   // Those that most deserve a row first; the ids' order stays among equals.
@@ -177,17 +188,19 @@ struct Table::Candidate {
 void Table::make_room_exactly(const Write& write, std::vector<Newcomer>& newcomers) {
   Contents& contents = *contents_;
   const Moment& moment = *write.time.moment;
-  const bool choosy = eviction_->options.if_better || write.kind == Kind::load;
+  const bool choosy = eviction_->options.if_better || write.restored;
   std::vector<Candidate> candidates;
   for (int stripe = 0; stripe < kStripes; ++stripe) {
     const Index& index = contents.stripes[stripe].index;
     index.each([&](Slot slot) {
-      if (!may_leave(moment, slot, write.now_s) || eviction_->is_pinned(static_cast<int64_t>(slot.id()))) return;
+      if (!may_leave(moment, slot, write.now_s) || stays(write, static_cast<int64_t>(slot.id()))) return;
       candidates.push_back(
           {moment.key(slot.time()), stripe, index.segment(hash_of(static_cast<int64_t>(slot.id()))), slot});
     });
   }
-  std::sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.key < b.key; });
+  // Of equal keys the order of ids decides, so that a table which was restored lets the same rows go.
+  std::sort(candidates.begin(), candidates.end(),
+            [](const auto& a, const auto& b) { return a.key != b.key ? a.key < b.key : a.slot.id() < b.slot.id(); });
   std::vector<uint8_t> gone(candidates.size());
   std::vector<std::pair<Bucket*, int>> holes;  // segments and their stripes, one for each row that goes
   size_t next = 0;
@@ -262,16 +275,46 @@ void Table::make_room(const Write& write, std::vector<Newcomer>& newcomers) {
   }
 }
 
+void Table::let_go(const int64_t* ids, int64_t n) {
+  if (!eviction_) throw std::invalid_argument("this table has no budget");
+  std::vector<int64_t> gone;
+  Write write{.kind = Kind::load, .ids = ids, .n = n};
+  write.moment = eviction_->moment();
+  write.now_s = max_update_time();
+  if (trackers()) write.gone = &gone;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t hash = hash_of(ids[i]);
+    const int stripe = stripe_of(hash);
+    Locks<true> lock(*this, small_ ? kAllStripes : uint64_t{1} << stripe);
+    Index& index = contents_->stripes[stripe].index;
+    const Slot slot = index.find(hash, static_cast<uint64_t>(ids[i]));
+    if (!slot) continue;
+    push_out(stripe, write, {&slot, 1}, stripe);
+    index.erase(hash, slot);
+  }
+  note_removed(gone);
+}
+
+void Table::follow(bool other) {
+  if (!eviction_) return;
+  Locks<true> lock(*this, kAllStripes);
+  follows_.store(other);
+  contents_->share_spare(other);
+}
+
 // --- what callers ask -----------------------------------------------------------------------------------------------
 
-void Table::policy_keys(const int64_t* ids, int64_t n, int64_t* out) const {
+void Table::policy_keys(const int64_t* ids, int64_t n, bool lasting, int64_t* out) const {
   if (!eviction_) throw std::invalid_argument("this table has no budget");
   const Moment moment = eviction_->moment();
   Locks<false> lock(*this, kAllStripes);
   for (int64_t i = 0; i < n; ++i) {
     const uint64_t hash = hash_of(ids[i]);
     const Slot slot = contents_->stripes[stripe_of(hash)].index.find(hash, static_cast<uint64_t>(ids[i]));
-    out[i] = slot ? int64_t{moment.key(slot.time())} : -1;
+    if (lasting)
+      out[i] = slot ? static_cast<int64_t>(moment.lasting(slot.time())) : 0;
+    else
+      out[i] = slot ? int64_t{moment.key(slot.time())} : -1;
   }
 }
 

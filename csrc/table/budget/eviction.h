@@ -6,6 +6,7 @@
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "table/budget/budget.h"
@@ -69,11 +70,38 @@ class Eviction {
     scored_.store(every);
   }
   // Calls from now on are later than those at this time, in seconds, that rows were loaded with.
-  void raise_call(uint32_t seconds) {
-    uint32_t call = call_.load();
-    while (static_cast<int32_t>(seconds - call) > 0 && !call_.compare_exchange_weak(call, seconds)) {
+  void raise_call(uint32_t seconds) { raise(call_, seconds); }
+  // The clocks do not stand before what a row is loaded with (`Moment::lasting`); false: it tells nothing of them.
+  bool raise_clocks(uint64_t lasting) {
+    const auto high = static_cast<uint32_t>(lasting >> 23),
+               low = static_cast<uint32_t>(lasting >> 3) & Moment::kLowMask;
+    if ((lasting & 7) != static_cast<uint64_t>(options.policy) + 1) return false;
+    if (options.policy == Policy::lru) raise(call_, high);
+    if (options.policy == Policy::lfu) raise(coarse_, high);
+    if (options.policy == Policy::epoch_lru || options.policy == Policy::epoch_lfu) {
+      const std::lock_guard lock(loading_);
+      const uint32_t epoch = epoch_.load();
+      if (static_cast<int32_t>(high - epoch) > 0) {
+        epoch_.store(high);
+        if (options.policy == Policy::epoch_lru) coarse_.store(low);
+      } else if (high == epoch && options.policy == Policy::epoch_lru) {
+        raise(coarse_, low);
+      }
     }
+    return true;
   }
+  // Takes over what the clocks of another table say, unless they stand before these.
+  void raise_clocks(const Eviction& other) {
+    raise(call_, other.call_.load());
+    if (options.policy == Policy::lfu) raise(coarse_, other.coarse_.load());
+    if (static_cast<int32_t>(other.epoch_.load() - epoch_.load()) >= 0) {
+      epoch_.store(other.epoch_.load());
+      if (options.policy == Policy::epoch_lru) coarse_.store(other.coarse_.load());
+    }
+    coarse_began_.store(created.load() - Budget::kUnlimited);  // the next call is a later one
+  }
+  uint32_t epoch_began() const { return epoch_began_.load(); }
+  void set_epoch_began(uint32_t seconds) { epoch_began_.store(seconds); }
 
   // --- ids that stay ----------------------------------------------------------------------------------------------
   void pin(const int64_t* ids, int64_t n) {
@@ -123,7 +151,35 @@ class Eviction {
     }
   }
 
+  // --- for a log of what calls do to the rows of others ------------------------------------------------------------
+  // Ids whose rows left for others, and ids that were refused, since they were last taken; kept once it is on.
+  struct Outcome {
+    std::vector<int64_t> gone, refused;
+  };
+  void record(bool on) { recording_.store(on); }
+  bool recording() const { return recording_.load(std::memory_order_relaxed); }
+  void note_gone(int64_t id) {
+    const std::lock_guard lock(outcome_mutex_);
+    outcome_.gone.push_back(id);
+  }
+  void note_refused(int64_t id) {
+    const std::lock_guard lock(outcome_mutex_);
+    outcome_.refused.push_back(id);
+  }
+  Outcome take_outcome() {
+    const std::lock_guard lock(outcome_mutex_);
+    return std::exchange(outcome_, {});
+  }
+
  private:
+  static void raise(std::atomic<uint32_t>& clock, uint32_t to) {
+    uint32_t now = clock.load();
+    while (static_cast<int32_t>(to - now) > 0 && !clock.compare_exchange_weak(now, to)) {
+    }
+  }
+  std::mutex loading_, outcome_mutex_;
+  std::atomic<bool> recording_{false};
+  Outcome outcome_;
   std::atomic<uint32_t> call_{0}, coarse_{2}, epoch_{1}, epoch_began_{0};
   std::atomic<int64_t> coarse_began_{0};
   std::atomic<float> score_{0};

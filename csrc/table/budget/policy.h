@@ -59,6 +59,28 @@ struct Moment {
   }
   // What a row has that was written at a time, in seconds, of which nothing else is known.
   uint32_t loaded(uint32_t seconds) const { return policy == Policy::lru ? seconds : fresh(nullptr); }
+  // The same wherever the row goes: in a file, or a table whose clocks are others. 3 bits: the policy + 1; 20 bits:
+  // writes, or the coarse clock in its epoch; 32 bits: the call, the coarse clock, the epoch, or the code of a score.
+  // 0: unknown.
+  uint64_t lasting(uint32_t has) const {
+    uint64_t low = 0, high = has;
+    if (policy == Policy::lfu) {
+      low = has >> kClockBits;
+      high = coarse + 1 - ((coarse + 1 - has) & kClockMask);
+    } else if (policy == Policy::epoch_lru || policy == Policy::epoch_lfu) {
+      low = has & kLowMask;
+      high = epoch + 1 - ((epoch + 1 - (has >> kLowBits)) & kClockMask);
+    }
+    return (high & 0xFFFFFFFFu) << 23 | low << 3 | (static_cast<uint64_t>(policy) + 1);
+  }
+  // What a row has of which that is known; of another policy, or of which nothing is, as one that is written at a time.
+  uint32_t loaded(uint64_t lasting, uint32_t seconds) const {
+    const auto high = static_cast<uint32_t>(lasting >> 23), low = static_cast<uint32_t>(lasting >> 3) & kLowMask;
+    if ((lasting & 7) != static_cast<uint64_t>(policy) + 1) return loaded(seconds);
+    if (policy == Policy::lfu) return low << kClockBits | (high & kClockMask);
+    if (policy == Policy::epoch_lru || policy == Policy::epoch_lfu) return high << kLowBits | low;
+    return high;
+  }
   // The lowest leaves first.
   uint32_t key(uint32_t has) const {
     switch (policy) {

@@ -29,11 +29,12 @@ void Table::snapshot(int stripe, uint32_t changed_since, Rows* out) const {
   std::vector<uint32_t> numbers;
   Locks<false> lock(*this, uint64_t{1} << stripe);
   const Contents& contents = *contents_;
+  const Moment moment = eviction_ ? eviction_->moment() : Moment{};
   contents.stripes[stripe].index.each([&](Slot slot) {
     if (changed_since && contents.rows.epoch(slot.row()) < changed_since) return;
     out->ids.push_back(static_cast<int64_t>(slot.id()));
     out->times.push_back(time_of(slot));
-    if (eviction_) out->scores.push_back(slot.time());
+    if (eviction_) out->scores.push_back(moment.lasting(slot.time()));
     contents.rows.note_saved(slot.row());
     numbers.push_back(slot.row());
   });
@@ -52,10 +53,11 @@ std::vector<int64_t> Table::ids(int stripe) const {
 int64_t Table::walk(int stripe, int64_t place, int64_t limit, Rows* out) const {
   std::vector<uint32_t> numbers;
   Locks<false> lock(*this, uint64_t{1} << stripe);
+  const Moment moment = eviction_ ? eviction_->moment() : Moment{};
   uint64_t next = contents_->stripes[stripe].index.visit(static_cast<uint64_t>(place), limit, [&](Slot slot) {
     out->ids.push_back(static_cast<int64_t>(slot.id()));
     out->times.push_back(time_of(slot));
-    if (eviction_) out->scores.push_back(slot.time());
+    if (eviction_) out->scores.push_back(moment.lasting(slot.time()));
     numbers.push_back(slot.row());
   });
   copy_rows(contents_->rows, numbers, layout_.stride, layout_.row_bytes, &out->rows);
@@ -65,6 +67,7 @@ int64_t Table::walk(int stripe, int64_t place, int64_t limit, Rows* out) const {
 void Table::fetch(const int64_t* ids, int64_t n, Rows* out, uint8_t* found) const {
   std::vector<uint32_t> numbers;
   Locks<false> lock(*this, kAllStripes);
+  const Moment moment = eviction_ ? eviction_->moment() : Moment{};
   for (int64_t i = 0; i < n; ++i) {
     const uint64_t hash = hash_of(ids[i]);
     Slot slot = contents_->stripes[stripe_of(hash)].index.find(hash, static_cast<uint64_t>(ids[i]));
@@ -72,7 +75,7 @@ void Table::fetch(const int64_t* ids, int64_t n, Rows* out, uint8_t* found) cons
     if (!slot) continue;
     out->ids.push_back(ids[i]);
     out->times.push_back(time_of(slot));
-    if (eviction_) out->scores.push_back(slot.time());
+    if (eviction_) out->scores.push_back(moment.lasting(slot.time()));
     numbers.push_back(slot.row());
   }
   copy_rows(contents_->rows, numbers, layout_.stride, layout_.row_bytes, &out->rows);
@@ -116,14 +119,20 @@ int64_t Table::fetch_bytes(const int64_t* ids, int64_t n, int64_t first, int64_t
   return found;
 }
 
-void Table::load(const Rows& rows) {
-  if (rows.times.size() != rows.ids.size() || rows.rows.size() != rows.ids.size() * static_cast<size_t>(layout_.stride))
+void Table::load(const Rows& rows, bool written) {
+  if (rows.times.size() != rows.ids.size() ||
+      rows.rows.size() != rows.ids.size() * static_cast<size_t>(layout_.stride) ||
+      (!rows.scores.empty() && rows.scores.size() != rows.ids.size()))
     throw std::invalid_argument("load got ids, times and rows of different lengths");
   if (rows.ids.empty()) return;
   const uint32_t latest = *std::max_element(rows.times.begin(), rows.times.end());
   raise_max_update_time(latest);
-  if (eviction_) eviction_->raise_call(latest);
-  write({.kind = Kind::load, .ids = rows.ids.data(), .n = rows.size(), .rows = &rows});
+  if (eviction_ && !written) {
+    bool known = !rows.scores.empty();
+    for (uint64_t score : rows.scores) known &= eviction_->raise_clocks(score);
+    if (!known) eviction_->raise_call(latest);
+  }
+  write({.kind = Kind::load, .ids = rows.ids.data(), .n = rows.size(), .rows = &rows, .restored = !written});
 }
 
 uint32_t Table::begin_epoch() {

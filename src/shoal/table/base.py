@@ -104,6 +104,7 @@ class TableBase(BudgetCalls, ABC):
         self.seed = (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1)
         self.dim_size: int = layout.dim
         self.own_policy = own_policy(evict)
+        self._memory_budget = budget
         self._evict_options = native_options(message, budget)
         host = self._host = self._start(layout, device, deterministic)
         if native_filter is not None:
@@ -120,6 +121,8 @@ class TableBase(BudgetCalls, ABC):
         """Makes what holds the rows; the native table that the filter belongs to."""
         self.device = torch.device("cpu")
         expected = min(self.table_config.initial_capacity, (1 << 63) - 1)
+        if self._memory_budget is not None:
+            self._memory_budget.use_on(self.device, self.name)
         try:
             self._native = _core.Table(layout, self.seed, expected, self._evict_options)
         except MemoryError:
@@ -158,6 +161,7 @@ class TableBase(BudgetCalls, ABC):
         """Takes all rows of a native table of the same layout, its clock and its scales, in one step for readers."""
         about_to_change(self)
         self._native.swap_contents(native)
+        _core.adopt_eviction(self._native, native)
         self._native.raise_max_update_time(native.max_update_time())
         self._native.set_scales(native.scales())
 
@@ -200,6 +204,12 @@ class TableBase(BudgetCalls, ABC):
         ids, times = ids.contiguous(), torch.empty(ids.numel(), dtype=torch.int64, device="cpu")
         _core.fetch_bytes(self._native, ids.data_ptr(), ids.numel(), 0, 0, 0, times.data_ptr())
         return times
+
+    def fetch_kept(self, ids: Tensor) -> Tensor:
+        """What the policy of a budget keeps of ``ids``, as checkpoints have it: int64 ``[n]`` on the CPU."""
+        ids, kept = ids.contiguous(), torch.empty(ids.numel(), dtype=torch.int64, device="cpu")
+        _core.policy_keys(self._native, ids.data_ptr(), ids.numel(), kept.data_ptr(), lasting=True)
+        return kept
 
     @abstractmethod
     def _client_lookup(self, ids: Tensor) -> Tensor:

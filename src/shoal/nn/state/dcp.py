@@ -11,8 +11,9 @@ from torch import nn
 from shoal.errors import ConfigError
 from shoal.nn.state.table_state import OPTIONAL
 from shoal.nn.state.tensor import TableTensor
+from shoal.table.checkpoint.tensors import KEPT
 
-_LATER = ("rows", "state", "times")
+_LATER = ("rows", "state", "times", KEPT)
 
 
 def load_dcp(model: nn.Module, checkpoint_id: str | os.PathLike[str], *, prefix: str = "") -> nn.Module:
@@ -39,6 +40,9 @@ def load_dcp(model: nn.Module, checkpoint_id: str | os.PathLike[str], *, prefix:
         elif not (isinstance(value, TableTensor) and value.name in OPTIONAL):
             begin = ", ".join(repr(key) for key in sorted(saved)[:3]) or "nothing"
             raise ConfigError(f"{os.fspath(checkpoint_id)} has no {prefix + key!r}; its keys begin with {begin}")
+        if isinstance(value, TableTensor) and value.name == "ids" and KEPT in value.table_state.local:
+            kept = prefix + key.removesuffix("ids") + KEPT  # of a table without rows it is not there yet
+            state |= {kept: TableTensor(value.table_state, KEPT)} if kept in saved else {}
     later = {key: value for key, value in state.items() if isinstance(value, TableTensor) and value.name in _LATER}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process, which is what is meant

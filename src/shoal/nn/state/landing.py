@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DataError
-from shoal.nn.state.saved import specs
+from shoal.nn.state.saved import NUMBERS, specs
 from shoal.table.checkpoint.shares import Share, Tile
-from shoal.table.checkpoint.tensors import RowLoad
+from shoal.table.checkpoint.tensors import KEPT, RowLoad
 
 ANY_ROWS = 1 << 40
 """More rows than a table has: what is asked for is as much as a checkpoint has."""
@@ -82,8 +82,8 @@ class Landing:
         if not block.ids.numel():
             return
         values = block.own(values)
-        if column == "times":
-            block.columns["times"] = values.clone() if block.index is None else values
+        if column in NUMBERS:
+            block.columns[column] = values.clone() if block.index is None else values
             return
         spec = self.specs[column]
         item, raw = spec.dtype.itemsize, values.contiguous().view(torch.uint8)
@@ -112,11 +112,16 @@ class Landing:
         """The columns of all rows that are kept."""
         blocks = [block for block in self._blocks.values() if block.ids.numel()]
         found = {"ids": torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(one.ids for one in blocks)])}
-        for column in ("rows", "state", "times"):
+        for column in self._columns(blocks):
             spec = self.specs[column]
             none = torch.empty(spec.size(0), dtype=spec.dtype, device="cpu")
             found[column] = torch.cat([none, *(self._column(block, column) for block in blocks)])
         return found
+
+    def _columns(self, blocks: list[_Block]) -> list[str]:
+        """The names of the columns but ids; what a policy keeps is one of them if a budget wants it and it came."""
+        came = KEPT in self.specs and all(KEPT in block.columns for block in blocks)
+        return ["rows", "state", "times", *([KEPT] if came else [])]
 
     def _column(self, block: _Block, column: str) -> Tensor:
         spec, n = self.specs[column], block.ids.numel()
@@ -138,9 +143,10 @@ class Landing:
         load = RowLoad(self.share.table, self.config, self.share.shape)
         if self._early:
             raise DataError(f"table {self.share.table.name!r}: the checkpoint lacks the ids of some rows")
+        columns = self._columns([block for block in self._blocks.values() if block.ids.numel()])
         for row in list(self._blocks):
             block = self._blocks[row]
             if block.ids.numel():
-                load.add(block.ids, *(self._column(block, column) for column in ("rows", "state", "times")))
+                load.add(block.ids, *(self._column(block, column) for column in columns))
             del self._blocks[row]
         load.commit(scales)

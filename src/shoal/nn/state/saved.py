@@ -12,9 +12,12 @@ from torch import Tensor
 
 from shoal.errors import DataError
 from shoal.table.checkpoint.shares import Share, Tile
+from shoal.table.checkpoint.tensors import KEPT
 
 COLUMNS = ("ids", "rows", "state", "times")
-"""What a table's rows are made of; each is a tensor whose first dimension is the row."""
+"""What a table's rows are made of; each is a tensor whose first dimension is the row. A budget adds `KEPT`."""
+NUMBERS = ("ids", "times", KEPT)
+"""Those with one number per row."""
 _BLOCK_BYTES = 16 << 20
 _PART_BYTES = 8 << 20
 _PARTS = (2520, 840, 120, 60, 12, 6, 2, 1)
@@ -49,7 +52,8 @@ def specs(share: Share, *, whole: bool) -> dict[str, Spec]:
     head, state = (whole_head, whole_state) if whole else (head, state)
     rows = Spec(head, torch.uint8) if share.table.serving else Spec(head // 4, torch.float32)
     number = Spec(None, torch.int64)
-    return {"ids": number, "rows": rows, "state": Spec(state, torch.uint8), "times": number}
+    columns = {"ids": number, "rows": rows, "state": Spec(state, torch.uint8), "times": number}
+    return columns | {KEPT: number} if share.table.has_budget else columns
 
 
 class Rows(Protocol):
@@ -58,6 +62,7 @@ class Rows(Protocol):
     def all_ids(self) -> Iterator[Tensor]: ...
     def fetch_bytes(self, ids: Tensor, begin: int, end: int) -> tuple[Tensor, int]: ...
     def fetch_times(self, ids: Tensor) -> Tensor: ...
+    def fetch_kept(self, ids: Tensor) -> Tensor: ...
 
 
 class CopiedRows:
@@ -81,6 +86,9 @@ class CopiedRows:
 
     def fetch_times(self, ids: Tensor) -> Tensor:
         return self.tensors["times"][self._at(ids)]
+
+    def fetch_kept(self, ids: Tensor) -> Tensor:
+        return self.tensors[KEPT][self._at(ids)]
 
     def _at(self, ids: Tensor) -> Tensor:
         if self._sorted is None:
@@ -130,7 +138,7 @@ class SavedRows:
     def pieces(self, column: str) -> Iterator[Piece]:
         """What this process writes of a column; a table without rows is written by its first process."""
         share = self.share
-        if column in ("ids", "times"):
+        if column in NUMBERS:
             tiles = [Tile(0, 8, 0)] if share.leads and share.saves is not None else []
         else:
             tiles = share.head_tiles() if column == "rows" else share.state_tiles(all_tails=False)
@@ -164,6 +172,8 @@ class SavedRows:
             return ids
         if piece.column == "times":
             return self.source.fetch_times(ids)
+        if piece.column == KEPT:
+            return self.source.fetch_kept(ids)
         before = 0 if piece.column == "rows" else self.share.bytes_of_rows()[0]
         raw, found = self.source.fetch_bytes(ids, before + piece.tile.begin, before + piece.tile.end)
         if found != ids.numel():

@@ -16,10 +16,10 @@ from shoal.nn.state.landing import Landing
 from shoal.nn.state.saved import COLUMNS, CopiedRows, Piece, SavedRows, Spec, specs
 from shoal.table.checkpoint.copies import wait_for_change
 from shoal.table.checkpoint.shares import Share, Tile
-from shoal.table.checkpoint.tensors import RowLoad, table_state
+from shoal.table.checkpoint.tensors import KEPT, RowLoad, table_state
 
-OPTIONAL = ("filter",)
-"""What only some tables have: the counts of an admission filter."""
+OPTIONAL = ("filter", KEPT)
+"""What only some tables have: the counts of an admission filter, and what the policy of a budget keeps of rows."""
 _BYTES = Spec(None, torch.uint8)
 
 
@@ -49,7 +49,7 @@ class TableState:
     @property
     def names(self) -> list[str]:
         """Of its tensors, without the plain ones."""
-        return [*COLUMNS, "config", *(["filter"] if has_counts(self.share.table) else [])]
+        return [*self.local, "config", *(["filter"] if has_counts(self.share.table) else [])]
 
     # --- as tensors ---------------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class TableState:
     def pieces(self, name: str) -> Iterator[Piece]:
         """What this process writes of a column."""
         saved = self.saved()
-        if name in COLUMNS:
+        if name in self.local:
             yield from saved.pieces(name)
         elif name == "config":
             size = self.config().numel()
@@ -136,14 +136,14 @@ class TableState:
     def size(self, name: str) -> tuple[int, ...]:
         """Of a column of the whole table."""
         saved = self.saved()
-        if name in COLUMNS:
+        if name in self.local:
             return saved.specs[name].size(saved.total)
         return (self.config().numel(),) if name == "config" else (self._blobs[name][1],)
 
     def read(self, name: str, offsets: tuple[int, ...]) -> Tensor:
         """The piece of a column that begins there."""
         saved = self.saved()
-        if name not in COLUMNS:
+        if name not in self.local:
             return self.config() if name == "config" else self._blobs[name][2]
         if name not in self._by_place:
             self._by_place[name] = {piece.offsets: piece for piece in saved.pieces(name)}
@@ -192,14 +192,15 @@ def load_state(share: Share, values: dict[str, Any]) -> None:
         landing.load(_plain(values["scales"]))
     else:
         whole = {name: _plain(value) for name, value in values.items()}
-        blobs = {name: {0: whole[name]} for name in OPTIONAL if name in whole}
+        blobs = {name: {0: whole[name]} for name in _BLOBS if name in whole}
+        kept = [KEPT] if KEPT in whole and share.table.has_budget else []
         if theirs.ranks > 1 or (share.keeps == (0, 1) and not share.sliced):  # rows as this process has them
             load = RowLoad(share.table, whole["config"], share.shape)
-            load.add(*(whole[name] for name in COLUMNS))
+            load.add(*(whole[name] for name in (*COLUMNS, *kept)))
             load.commit(whole["scales"])
         else:
             landing = Landing(share)
-            for name in ("config", *COLUMNS):
+            for name in ("config", *COLUMNS, *kept):
                 landing.put(name, (0,) * whole[name].dim(), whole[name])
             landing.load(whole["scales"])
     if "filter" in blobs:

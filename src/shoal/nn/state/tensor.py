@@ -13,6 +13,7 @@ from shoal.errors import UnsupportedError
 from shoal.nn.state.landing import ANY_ROWS, Landing
 from shoal.nn.state.saved import COLUMNS
 from shoal.nn.state.table_state import TableState
+from shoal.table.checkpoint.tensors import KEPT
 
 
 class TableTensor(torch.Tensor):
@@ -157,6 +158,8 @@ class TableTensor(torch.Tensor):
 def tensors_of(state: TableState, global_step: int) -> dict[str, Tensor]:
     """The tensors of a table in a ``state_dict``, by the end of their names."""
     columns: dict[str, Tensor] = {name: TableTensor(state, name) for name in state.names}
+    if not state.rows:  # so that `dcp.load` into a new model does not insist on it: rows without a budget have none
+        columns.pop(KEPT, None)
     scales = torch.tensor(state.share.table.scales(), dtype=torch.float32, device="cpu")
     plain = {"scales": scales, "global_step": torch.tensor(global_step, device="cpu")}
     return {name: columns.pop(name) for name in (*COLUMNS, "config")} | plain | columns

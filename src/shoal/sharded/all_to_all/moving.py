@@ -12,7 +12,7 @@ from shoal.comm.ranks.ranks import Ranks
 from shoal.errors import DataError
 from shoal.fid import shard_of
 from shoal.sharded.all_to_all.ways import Slice
-from shoal.table.checkpoint.tensors import load_table_state, table_state
+from shoal.table.checkpoint.tensors import KEPT, load_table_state, table_state
 from shoal.table.config.entry import HashTableConfigInstance
 from shoal.table.config.messages import EmbeddingHashTableConfig
 from shoal.table.table import HashTable
@@ -20,7 +20,9 @@ from shoal.table.table import HashTable
 _VECTOR, _TAIL_BYTES = 0, {1: 4, 2: 8}
 _STATES: dict[str, list[tuple[int, int]]] = dict(_core.OPTIMIZERS)
 State = dict[str, Tensor]
-"""As `table_state` gives it: ids, rows, state, times, config, scales."""
+"""As `table_state` gives it: ids, rows, state, times, config, scales, and kept where there is a budget."""
+_NUMBERS = ("ids", "times", KEPT)
+"""What rows have one number of each."""
 
 
 def like(table: HashTable, begin: int = 0, end: int | None = None, *, device: Any = None) -> HashTable:
@@ -41,6 +43,7 @@ def like(table: HashTable, begin: int = 0, end: int | None = None, *, device: An
         deterministic=getattr(table, "deterministic", False),
         clocked=table.clocked,
         first_column=begin,
+        evict=table.own_policy,
     )
 
 
@@ -91,9 +94,15 @@ def put_together(slices: list[tuple[Slice, State]], dim: int, vectors: int, name
     return first | {
         "ids": first["ids"][order],
         "times": first["times"][order],
+        **({KEPT: first[KEPT][order]} if KEPT in first else {}),
         "rows": rows,
         "state": torch.cat([per_column.view(n, 4 * vectors * dim), tail], 1),
     }
+
+
+def _of_rows(state: State) -> list[str]:
+    """The names of what each row has of a state."""
+    return [name for name in ("ids", "times", KEPT, "rows", "state") if name in state]
 
 
 def _exchanged(ranks: Ranks, parts: list[State]) -> list[State]:
@@ -101,14 +110,14 @@ def _exchanged(ranks: Ranks, parts: list[State]) -> list[State]:
     got: list[State] = [{} for _ in parts]
     n = [part["ids"].numel() for part in parts]
     told = ranks.gather([n, [part["rows"].shape[1] for part in parts], [part["state"].shape[1] for part in parts]])
-    for name in ("ids", "times", "rows", "state"):
+    for name in _of_rows(parts[0]):
         flat = torch.cat([part[name].reshape(-1) for part in parts])
-        widths = [1 if name in ("ids", "times") else own[1 if name == "rows" else 2][ranks.rank] for own in told]
+        widths = [1 if name in _NUMBERS else own[1 if name == "rows" else 2][ranks.rank] for own in told]
         recv = [own[0][ranks.rank] * width for own, width in zip(told, widths, strict=True)]
         came = ranks.all_to_all(flat, [part[name].numel() for part in parts], recv)
         for rank, piece in enumerate(came.split(recv)):
             rows = told[rank][0][ranks.rank]
-            got[rank][name] = piece if name in ("ids", "times") else piece.view(rows, widths[rank])
+            got[rank][name] = piece if name in _NUMBERS else piece.view(rows, widths[rank])
     return got
 
 
@@ -124,7 +133,7 @@ def rows_by_id(table: Any) -> HashTable:
     whole = put_together([(own, came[own.rank]) for own in slices], shape.dim_size, vectors, table.name)
     part = like(shape, device="cpu")
     load_table_state(part, empty_state(shape) | {"scales": state["scales"]} | {
-        name: whole[name] for name in ("ids", "times", "rows", "state")
+        name: whole[name] for name in _of_rows(whole)
     })  # fmt: skip
     return part
 
@@ -150,10 +159,10 @@ def fill(table: Any, state: State) -> None:
     came = [part for part in _exchanged(ranks, parts) if part["ids"].numel()]
     fresh = table_state(like(table.table, table.table.first_column, None, device="cpu"))
     if came:
-        fresh |= {name: torch.cat([part[name] for part in came]) for name in ("ids", "times", "rows", "state")}
+        fresh |= {name: torch.cat([part[name] for part in came]) for name in _of_rows(came[0])}
     fresh["scales"] = state["scales"]
     load_table_state(table.table, fresh)
 
 
 def _some(state: State, keep: Tensor) -> State:
-    return state | {name: state[name][keep] for name in ("ids", "times", "rows", "state")}
+    return state | {name: state[name][keep] for name in _of_rows(state)}

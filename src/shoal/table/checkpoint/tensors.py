@@ -14,6 +14,8 @@ from shoal.table.config.messages import EntryConfig
 from shoal.table.table import HashTable
 
 NAMES = ("ids", "rows", "state", "times", "config", "scales")
+KEPT = "kept"
+"""What a table with a budget has besides: what its policy keeps of each row."""
 
 
 def has_table_state(table: Any) -> bool:
@@ -26,16 +28,16 @@ def table_state(table: HashTable) -> dict[str, Tensor]:
 
     ``ids`` int64 ``[n]``; ``rows`` float32 ``[n, dim]`` (the stored bytes of a serving table); ``state`` uint8
     ``[n, bytes]``, the optimizer's; ``times`` int64 ``[n]``, seconds; ``config`` uint8, the serialized `EntryConfig`;
-    ``scales`` float32, one a segment. Costs two copies of the rows while it runs. Each row is consistent; rows written
-    meanwhile may be in or not.
+    ``scales`` float32, one a segment; of a table with a budget also ``kept`` int64 ``[n]``, what its policy keeps.
+    Costs two copies of the rows while it runs. Each row is consistent; rows written meanwhile may be in or not.
     """
     native = table.staged()._native
     copied = _core.copy_rows(native)
     n = len(copied)
-    ids, times = (torch.empty(n, dtype=torch.int64, device="cpu") for _ in range(2))
+    ids, times, kept = (torch.empty(n, dtype=torch.int64, device="cpu") for _ in range(3))
     heads = torch.empty(n, copied.head_bytes, dtype=torch.uint8, device="cpu")
     states = torch.empty(n, copied.row_bytes - copied.head_bytes, dtype=torch.uint8, device="cpu")
-    copied.copy_to(ids.data_ptr(), times.data_ptr(), heads.data_ptr(), states.data_ptr())
+    copied.copy_to(ids.data_ptr(), times.data_ptr(), heads.data_ptr(), states.data_ptr(), kept.data_ptr())
     rows = heads if table.serving else heads.view(torch.float32).view(n, table.dim_size)
     config = table.table_config.entry_config.SerializeToString(deterministic=True)
     return {
@@ -45,18 +47,19 @@ def table_state(table: HashTable) -> dict[str, Tensor]:
         "times": times,
         "config": torch.frombuffer(bytearray(config), dtype=torch.uint8),
         "scales": torch.tensor(native.scales(), dtype=torch.float32, device="cpu"),
+        **({KEPT: kept} if table.has_budget else {}),
     }
 
 
 def load_table_state(table: HashTable, state: dict[str, Tensor]) -> None:
-    """Replaces all rows of ``table``, in one step for other threads.
+    """Replaces all rows of ``table``, in one step for other threads; those that a budget has room for.
 
     Raises:
         DataError: the tensors do not fit together or are of another kind of table; nothing was changed.
     """
     ids, rows, states, times, config, scales = (state[name].detach().cpu().contiguous() for name in NAMES)
     load = RowLoad(table, config)
-    load.add(ids, rows, states, times)
+    load.add(ids, rows, states, times, state[KEPT].detach().cpu() if KEPT in state else None)
     load.commit(scales)
 
 
@@ -67,19 +70,23 @@ class RowLoad:
         """``config`` is that of the rows (of ``shape``, which has whole rows where ``table`` has slices)."""
         _check_config(table if shape is None else shape, config)
         self._table = table
-        layout = table.staging()._native.layout
-        self._native = _core.Table(layout, 0)
+        staging = table.staging()._native
+        layout = staging.layout
+        self._native = _core.empty_twin(staging)
         self._head = layout.row_bytes if table.serving else 4 * layout.dim
         self._state, self._dim = layout.row_bytes - self._head, layout.dim
-        self._rows = self._latest = 0
+        self._ids: list[Tensor] = []
+        self._latest = 0
 
-    def add(self, ids: Tensor, rows: Tensor, states: Tensor, times: Tensor) -> None:
+    def add(self, ids: Tensor, rows: Tensor, states: Tensor, times: Tensor, kept: Tensor | None = None) -> None:
         """Takes rows as `table_state` gives them."""
         table, n = self._table, ids.numel()
         if not table.serving and rows.is_floating_point():
             rows = rows.float()
         _check(table, "ids", ids, torch.int64, [n])
         _check(table, "times", times, torch.int64, [n])
+        kept = torch.zeros_like(ids) if kept is None else kept
+        _check(table, KEPT, kept, torch.int64, [n])
         kind = (torch.uint8, [n, self._head]) if table.serving else (torch.float32, [n, self._dim])
         _check(table, "rows", rows, *kind)
         _check(table, "state", states, torch.uint8, [n, self._state])
@@ -87,19 +94,19 @@ class RowLoad:
             raise DataError(
                 f"table {table.name!r}: times must be 0..{MAX_TIME}, got {int(times.min())}..{int(times.max())}"
             )
-        ids, rows, states, times = (tensor.contiguous() for tensor in (ids, rows, states, times))
-        _core.import_rows(self._native, ids.data_ptr(), times.data_ptr(), rows.data_ptr(), states.data_ptr(), n)
-        self._rows += n
+        ids, rows, states, times, kept = (tensor.contiguous() for tensor in (ids, rows, states, times, kept))
+        _core.import_rows(self._native, ids.data_ptr(), times.data_ptr(), rows.data_ptr(), states.data_ptr(), n,
+                          kept.data_ptr())  # fmt: skip
+        self._ids.append(ids)
         self._latest = max(self._latest, int(times.max()) if n else 0)
 
     def commit(self, scales: Tensor) -> None:
         """Replaces all rows of the table by these."""
         table, native = self._table, self._native
         _check(table, "scales", scales, torch.float32, [len(native.scales())])
-        if native.size() != self._rows:
-            raise DataError(
-                f"table {table.name!r}: ids must be distinct, but {self._rows} of them name {native.size()} rows"
-            )
+        n = sum(ids.numel() for ids in self._ids)
+        if native.size() != n and (distinct := torch.cat(self._ids).unique().numel()) != n:
+            raise DataError(f"table {table.name!r}: ids must be distinct, but {n} of them name {distinct} rows")
         native.raise_max_update_time(self._latest)
         native.set_scales(scales.tolist())
         table.adopt(native)
@@ -116,6 +123,7 @@ def copy_table(table: HashTable) -> HashTable:
         seed=table.seed,
         device=table.device,
         clocked=table.clocked,
+        evict=table.own_policy,
     )
     load_table_state(other, table_state(table))
     return other
