@@ -123,9 +123,13 @@ def auc(report: Report, days: int) -> None:
     config = StreamConfig(days=days)
     unlimited = train(Collisionless(10**4, config.seed), config)
     rows, results = max(unlimited.rows) // 4, {}
-    for policy in ("lru", "lfu", "epoch_lfu"):
+    policies: dict[str, Any] = {
+        "lru": "lru", "lfu": "lfu", "epoch_lfu, a day": shoal.EpochLfu(every="1d"),
+        "epoch_lfu, 3 days": shoal.EpochLfu(every="3d"), "lfu, if_better": shoal.Lfu(admit="if_better"),
+        "epoch_lfu, 3 days, if_better": shoal.EpochLfu(every="3d", admit="if_better"),
+    }  # fmt: skip
+    for policy, evict in policies.items():
         small = Collisionless(10**4, config.seed)
-        evict: Any = shoal.EpochLfu(every="1d") if policy == "epoch_lfu" else policy
         optimizer = shoal.Adagrad(lr=0.05, initial_accumulator=0.1)
         small.table = shoal.HashTable(small.table.dim_size, optimizer=optimizer, seed=config.seed, max_rows=rows,
                                       evict=evict)  # fmt: skip

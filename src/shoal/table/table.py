@@ -255,10 +255,13 @@ class HashTable(TableBase):
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def assign(self, ids: Tensor, values: Tensor, req_time: Any = None, *, scores: Any = None) -> HashTable:
+    def assign(
+        self, ids: Tensor, values: Tensor, req_time: Any = None, *, scores: Any = None, distinct: bool = False
+    ) -> HashTable:
         """Sets the weights of ``ids``, the last of equal ids winning; optimizer state stays, or starts fresh.
 
-        ``scores``: for ``evict=Score()``, one number per id, or one for all.
+        ``scores``: for ``evict=Score()``, one number per id, or one for all. ``distinct`` promises that no id comes
+        twice, which saves a sort on a GPU.
         """
         return self._write(_Native.assign, ids, values, req_time, scores)
 

@@ -150,14 +150,15 @@ class BudgetCalls:
                 f"table {self.name!r}: scores must have one number per id, {ids.numel()}, or be one number, "
                 f"got {given.numel()}"
             )
-        if bool(given.isnan().any()):
-            raise ConfigError(f"table {self.name!r}: scores must not be NaN")
+        self._refuse_nan(given)
         return given.reshape(-1).contiguous()
 
+    def _refuse_nan(self, scores: Tensor) -> None:
+        if bool(scores.isnan().any()):
+            raise ConfigError(f"table {self.name!r}: scores must not be NaN")
+
     def _own_scores(self, ids: Tensor, seconds: int) -> Tensor:
-        keys = self._policy_keys(ids)
-        known = keys >= 0
-        before = torch.where(known, code_scores(keys), 0.0)
+        before, known = self._scores_before(ids)
         scores = self.own_policy.scores(ids, before, known, time_s=int(seconds))
         if not isinstance(scores, Tensor) or scores.numel() != ids.numel():
             raise ConfigError(
@@ -166,10 +167,12 @@ class BudgetCalls:
             )
         return scores.to(ids.device, torch.float32).reshape(-1).contiguous()
 
-    def _policy_keys(self, ids: Tensor) -> Tensor:
+    def _scores_before(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers that the rows of ids have, 0 where there is none, and which ids have a row."""
         keys = torch.empty(ids.numel(), dtype=torch.int64, device="cpu")
         _core.policy_keys(self._native, ids.data_ptr(), ids.numel(), keys.data_ptr())
-        return keys
+        known = keys >= 0
+        return torch.where(known, code_scores(keys), 0.0), known
 
     def _set_scores(self, ids: Tensor, scores: Tensor) -> None:
         _core.set_scores(self._native, ids.data_ptr(), ids.numel(), scores.data_ptr())

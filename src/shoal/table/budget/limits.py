@@ -16,13 +16,27 @@ LEAST_BYTES = 160 << 10
 
 
 class MemoryBudget:
-    """Bytes that several CPU tables share: ``HashTable(..., max_bytes=budget)`` for each of them.
+    """Bytes that several tables on one device share: ``HashTable(..., max_bytes=budget)`` for each of them.
 
     A table takes what it needs while there is any left, and from then on makes room among its own rows.
     """
 
     def __init__(self, max_bytes: int | str) -> None:
         self.native = _core.Budget(bytes_of(max_bytes, "max_bytes"))
+        self._device: Any = None
+
+    def use_on(self, device: Any, name: str) -> None:
+        """A table on a device shares it from now on.
+
+        Raises:
+            ConfigError: it is that of tables on another device.
+        """
+        if self._device not in (None, device):
+            raise ConfigError(
+                f"table {name!r}: a MemoryBudget must be that of tables on one device; this one is used on "
+                f"{self._device}, the table is on {device}"
+            )
+        self._device = device
 
     @property
     def max_bytes(self) -> int:

@@ -12,6 +12,7 @@ from shoal.errors import CapacityError
 from shoal.table.cuda.kernels import rows as rk
 from shoal.table.cuda.kernels import serving as sk
 from shoal.table.cuda.kernels.index import ROW as _ROW
+from shoal.table.cuda.kernels.policy import HELD
 from shoal.table.cuda.launch import cdiv, launch, power_of_2, signed
 from shoal.table.cuda.layout import RowLayout, Segment
 from shoal.table.cuda.memory import Store, make_store, most_words
@@ -19,6 +20,8 @@ from shoal.table.cuda.shapes import row_shape
 
 MAX_ROWS = 1 << 30
 ROW = _ROW.value
+NOBODYS = HELD.value
+"""What is kept of rows that nobody has."""
 
 
 class Arena:
@@ -28,11 +31,11 @@ class Arena:
         self.layout, self.device = layout, device
         self.room = 1
         """Rows there is memory for."""
-        self.limit = MAX_ROWS
-        """Rows there may be memory for: of a table with a budget fewer than can be numbered."""
         self.words = make_store(1, torch.float32, device, min(MAX_ROWS * layout.stride, most_words(device)))
         self.times = make_store(1, torch.int32, device, MAX_ROWS)
         self.epochs: Store | None = None
+        self.scores: Store | None = None
+        """What a budget's policy keeps of each row (kernels/policy.py); None without one."""
         self.timed = False
         """Whether any write so far had a time other than 0; until then no row's time is stored."""
         self.tracked = False
@@ -53,7 +56,7 @@ class Arena:
         return sum(store.bytes() for store in self._stores())
 
     def _stores(self) -> list[Store]:
-        return [store for store in (self.words, self.times, self.epochs) if store is not None]
+        return [store for store in (self.words, self.times, self.epochs, self.scores) if store is not None]
 
     def grow(self, rows: int) -> int:
         """Makes room for so many rows, and some more; the room that there is now.
@@ -65,7 +68,7 @@ class Arena:
             raise CapacityError(f"a group of GPU tables holds {MAX_ROWS} rows at most, {rows} are needed")
         # As much again while that is little: taking pages costs the host time.
         more = min(self.room, (4 << 30) // (4 * self.layout.stride))
-        wanted = max(rows, min(self.limit, self.room + max(more, self.room // 8)))
+        wanted = max(rows, min(MAX_ROWS, self.room + max(more, self.room // 8)))
         try:
             self.words.grow(0, wanted * self.layout.stride)
         except CapacityError:
@@ -81,6 +84,14 @@ class Arena:
         self.room = room
         self.tell()
         return room
+
+    def set_room(self, room: int) -> None:
+        """There is memory for so many rows by now, and for what belongs to them."""
+        for store, first in ((self.times, 0), (self.epochs, 0), (self.scores, NOBODYS)):
+            if store is not None:
+                store.tensor[0, self.room : room].fill_(first)
+        self.room = room
+        self.tell()
 
     def shrink(self) -> None:
         """Gives all memory back."""
@@ -104,6 +115,18 @@ class Arena:
             self.tracked = True
             self.tell()
 
+    def keep_scores(self) -> None:
+        """Rows have what a policy keeps of them; and epochs, whether or not anybody wants them, so that memory which is
+        taken later is known now."""
+        self.scores = make_store(1, torch.int32, self.device, MAX_ROWS)
+        self.epochs = make_store(1, torch.int32, self.device, MAX_ROWS)
+        self.scores.tensor[0, :1].fill_(NOBODYS)
+
+    def forget_scores(self, rows: Tensor) -> None:
+        """Rows that are nobody's now."""
+        if self.scores is not None:
+            self.scores.tensor[0][rows.long()] = NOBODYS
+
     def _zeros(self, store: Store) -> None:
         store.grow(0, self.room)
         store.tensor[0, : store.size(0)].zero_()
@@ -111,11 +134,13 @@ class Arena:
     # --- weights and states -------------------------------------------------------------------------------------------
 
     def start_fresh(
-        self, rows: Tensor, ids: Tensor, seed: int, *, every: bool = False, out: Tensor | None = None
-    ) -> None:
+        self, rows: Tensor, ids: Tensor, seed: int, *, every: bool = False, out: Tensor | None = None,
+        refused: bool = False,
+    ) -> None:  # fmt: skip
         """Initial weights and states of rows marked FRESH (``every``: of all), and takes the mark away.
 
-        With ``out [n, dim]`` their weights are written there, too, and the mark stays.
+        With ``out [n, dim]`` their weights are written there, too, and the mark stays; with ``refused`` also those that
+        ids without a row would have.
         """
         n = rows.numel()
         if n == 0:
@@ -132,7 +157,8 @@ class Arena:
                 *s.first, s.accumulator, s.native.beta1, s.native.beta2,
                 INIT=s.init, INDEX=s.index, D=s.dim, WIDTH=s.width, STRIDE=self.layout.stride, WEIGHT=s.weight,
                 STATE=s.state, VECTORS=s.vectors, TAIL=s.tail, DIM=self.layout.dim, ALL=every, OUT=out is not None,
-                CLEAN=out is None and i == len(self.layout.segments) - 1, BLOCK=block, SPAN=span, num_warps=warps,
+                REFUSED=refused, CLEAN=out is None and i == len(self.layout.segments) - 1, BLOCK=block, SPAN=span,
+                num_warps=warps,
             )  # fmt: skip
 
     def first_rows(self, ids: Tensor, seed: int) -> Tensor:
@@ -147,13 +173,13 @@ class Arena:
             )  # fmt: skip
         return out
 
-    def gather(self, rows: Tensor, words: int, out: Tensor | None = None) -> Tensor:
+    def gather(self, rows: Tensor, words: int, out: Tensor | None = None, refused: bool = False) -> Tensor:
         """The first ``words`` words of rows as float32 ``[n, words]``; zeros for row -1.
 
-        With ``out`` rows marked FRESH are left out: `start_fresh` has written them there.
+        With ``out`` rows marked FRESH are left out, with ``refused`` those of -1, too: `start_fresh` has written them.
         """
         n = rows.numel()
-        skip = out is not None
+        skip = 0 if out is None else 2 if refused else 1
         if out is None:
             out = torch.empty(n, words, dtype=torch.float32, device=self.device)
         if n:

@@ -5,6 +5,7 @@ The bytes of a row are the same on both sides, so a checkpoint that either wrote
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,37 +18,52 @@ CHUNK_BYTES = 256 << 20
 SAVED_BYTES = 32 << 20  # of rows that a save takes at once; host memory holds as many as it has writers, and two more
 
 
-def to_host(storage: Storage, ids: Tensor, rows: Tensor, native: _core.Table) -> None:
-    """Copies rows of distinct ids into a CPU table, a chunk at a time."""
+def to_host(
+    storage: Storage, ids: Tensor, rows: Tensor, native: _core.Table, scores: Callable[[Tensor], Tensor] | None = None
+) -> None:
+    """Copies rows of distinct ids into a CPU table, a chunk at a time; ``scores`` tells what a policy keeps of rows."""
     layout = storage.layout
     chunk = max(1, CHUNK_BYTES // (4 * layout.words))
     for begin in range(0, ids.numel(), chunk):
         part = slice(begin, begin + chunk)
         words = storage.arena.gather(rows[part], layout.words).cpu()
         times = storage.arena.row_times(rows[part]).cpu()
+        kept = None if scores is None else scores(rows[part]).cpu()
         if layout.serving:
-            import_parts(native, ids[part].cpu(), times, layout.to_native(words), words[:, :0])
+            import_parts(native, ids[part].cpu(), times, layout.to_native(words), words[:, :0], kept)
             continue
         import_parts(native, ids[part].cpu(), times, words[:, : layout.dim].contiguous(),
-                     words[:, layout.dim :].contiguous())  # fmt: skip
+                     words[:, layout.dim :].contiguous(), kept)  # fmt: skip
 
 
-def import_parts(native: _core.Table, ids: Tensor, times: Tensor, heads: Tensor, states: Tensor) -> None:
-    """Inserts or replaces rows of a CPU table: weights and states."""
+def import_parts(
+    native: _core.Table, ids: Tensor, times: Tensor, heads: Tensor, states: Tensor, scores: Tensor | None = None,
+    *, written: bool = False,
+) -> None:  # fmt: skip
+    """Inserts or replaces rows of a CPU table: weights and states, and what a policy keeps of them.
+
+    ``written``: for the policy they are written, not restored.
+    """
     _core.import_rows(
-        native, ids.data_ptr(), times.data_ptr(), heads.data_ptr(), states.data_ptr() if states.numel() else 0, len(ids)
-    )
+        native, ids.data_ptr(), times.data_ptr(), heads.data_ptr(), states.data_ptr() if states.numel() else 0,
+        len(ids), 0 if scores is None else scores.data_ptr(), written,
+    )  # fmt: skip
 
 
 def copy_of(native: _core.Table, stripe: int = -1) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, times and words ``[n, words]`` of all rows of a CPU table, or of a stripe's; bytes of serving rows."""
+    return copy_with_scores(native, stripe)[:3]
+
+
+def copy_with_scores(native: _core.Table, stripe: int = -1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, and what a policy keeps of them, int64; 0: nothing is known."""
     copied = _core.copy_rows(native, stripe)
     n, head, state = len(copied), copied.head_bytes, copied.row_bytes - copied.head_bytes
-    ids, times = torch.empty(2, n, dtype=torch.int64, device="cpu").unbind()
+    ids, times, scores = torch.empty(3, n, dtype=torch.int64, device="cpu").unbind()
     heads, states = (torch.empty(n, size, dtype=torch.uint8, device="cpu") for size in (head, state))
-    copied.copy_to(ids.data_ptr(), times.data_ptr(), heads.data_ptr(), states.data_ptr())
+    copied.copy_to(ids.data_ptr(), times.data_ptr(), heads.data_ptr(), states.data_ptr(), scores.data_ptr())
     rows = torch.cat([heads, states], 1) if state else heads
-    return ids, times, rows if native.layout.serving else rows.view(torch.float32)
+    return ids, times, rows if native.layout.serving else rows.view(torch.float32), scores
 
 
 def fetch(native: _core.Table, ids: Tensor, dim: int, words: int, pin: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -79,8 +95,10 @@ def from_device(tensor: Tensor) -> Tensor:
     return home
 
 
-def to_device(storage: Storage, table: int, native: _core.Table) -> None:
+def to_device(storage: Storage, table: int, native: _core.Table, restored: Any = None) -> None:
     """Inserts or replaces the rows of a CPU table, a chunk at a time.
+
+    ``restored`` is a `shoal.table.cuda.restored.Restored`, of a table with a budget: which rows fit, and their scores.
 
     Raises:
         CapacityError: the GPU has no room for them; nothing has changed.
@@ -89,10 +107,15 @@ def to_device(storage: Storage, table: int, native: _core.Table) -> None:
     counts = [0] * storage.tables
     counts[table] = size
     storage.make_room(counts)
+    if restored is not None:
+        restored.choose(storage.arena.room - 1)
     chunk = max(1, CHUNK_BYTES // (4 * layout.words))
     for stripe in range(_core.Table.num_stripes) if size > chunk else (-1,):
-        ids, times, words = copy_of(native, stripe)
+        ids, times, words, scores = copy_with_scores(native, stripe)
         words = layout.from_native(words) if layout.serving else words
+        if restored is not None:
+            stays = restored.stay(times, scores)
+            ids, times, words, scores = ids[stays], times[stays], words[stays], scores[stays]
         for begin in range(0, ids.numel(), chunk):
             part = slice(begin, begin + chunk)
             there = ids[part].to(storage.device)
@@ -100,6 +123,8 @@ def to_device(storage: Storage, table: int, native: _core.Table) -> None:
             rows = storage.insert(there, table, counts=counts) & ROW
             storage.arena.scatter(rows, words[part].to(storage.device))
             storage.arena.set_times(rows, times[part].to(storage.device))
+            if restored is not None:
+                restored.write(storage, rows, times[part], scores[part])
 
 
 class RowSource:
@@ -124,23 +149,27 @@ class RowSource:
             home.append(chosen.cpu())
         return torch.cat(home)
 
-    def take(self, part: int) -> tuple[int, int, int, int]:
-        """Addresses of ids, times and rows, good until the next call, and how many there are."""
+    def take(self, part: int) -> tuple[int, int, int, int, int]:
+        """Addresses of ids, times, rows and what a policy keeps of them (or 0), good until the next call, and how many
+        there are."""
         n = self._ids.numel()
         ids = self._ids[n * part // self.parts : n * (part + 1) // self.parts]
         if ids.numel() == 0:
-            return 0, 0, 0, 0
+            return 0, 0, 0, 0, 0
         table = self._table
         with table._storage as storage:
             rows = storage.find(ids.to(storage.device), table._number, "rows")
             words = storage.arena.gather(rows, storage.layout.words)
-            copies = [rows, storage.arena.row_times(rows.clamp(min=0)), words]
-            rows, times, words = map(from_device, copies)
+            at = rows.clamp(min=0)
+            copies = [rows, storage.arena.row_times(at), words]
+            if table._budget is not None:
+                copies.append(table._budget.lasting(storage, at))
+            rows, *taken = map(from_device, copies)
         there = rows >= 0
-        if not bool(there.all()):
-            ids, times, words = ids[there], times[there], words[there]
-        self._taken = ids, times, words
-        return ids.data_ptr(), times.data_ptr(), words.data_ptr(), ids.numel()
+        self._taken = tuple(each if bool(there.all()) else each[there] for each in (ids, *taken))
+        ids, times, words, *scores = self._taken
+        address = scores[0].data_ptr() if scores else 0
+        return ids.data_ptr(), times.data_ptr(), words.data_ptr(), address, ids.numel()
 
 
 class Staged:

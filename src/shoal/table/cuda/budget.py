@@ -1,268 +1,187 @@
-"""`GpuBudget`: how a table in GPU memory keeps its budget. Rows leave many at a time, before the ids that need room.
+"""`GpuBudget`: the budget of a table in GPU memory: its limits, its policy's clocks, pinned ids and counters.
 
-What the policy keeps of a row (csrc/table/budget/policy.h) is 4 bytes in an array by row number. It is written by
-operations on the device, so that writers do not wait; they do when rows must leave, which is once for many calls.
+All of it that kernels need is in device memory, and so is what they decide: which rows leave, and which new ids are
+refused. The host neither asks nor waits; it takes memory while the table may grow, and reads counters when asked.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from shoal.errors import CapacityError, ConfigError, UnsupportedError
-from shoal.table.budget.evicted import EvictedRows, EvictionStats
-from shoal.table.config.messages import EvictionConfig
-from shoal.table.cuda.arena import MAX_ROWS, ROW
-from shoal.table.cuda.backend import capturing
-from shoal.table.cuda.kernels.index import FULL
-from shoal.table.cuda.memory import make_store
+from shoal import _core
+from shoal.errors import CapacityError, ConfigError
+from shoal.table.budget.evicted import EvictionStats
+from shoal.table.budget.limits import MemoryBudget
+from shoal.table.cuda.collected import Collected
+from shoal.table.cuda.described import Described
+from shoal.table.cuda.kernels import policy as pk
+from shoal.table.cuda.restored import Restored, lasting_of
+from shoal.table.cuda.storage import Storage
+from shoal.table.cuda.storage.allowance import Allowance
 
-_LOW, _CLOCK, _WORD = (1 << 20) - 1, (1 << 12) - 1, (1 << 32) - 1
-_SPARE_BYTES = 32 << 20  # the last pages of all arrays
-_INDEX_BYTES = 12 * 8 // FULL.value + 4  # of an id: slots at their fullest, and the stash
+if TYPE_CHECKING:
+    from shoal.table.cuda.stored import StoredTable
+
+LEAST_BYTES = 64 << 20
+"""Of a table on a card: each of its arrays takes 2 MiB at least."""
+_COUNTERS = (pk.CREATED, pk.WRITTEN, pk.EVICTED, pk.REFUSED, pk.AGE_SUM, pk.AGE_MIN, pk.AGE_MAX)
+_NEVER = 1 << 40  # the youngest age of none
 
 
 class GpuBudget:
     """The budget of one table. Methods are called in the turn of its storage."""
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: StoredTable, shared: MemoryBudget | None) -> None:
         config = table.table_config.eviction
-        if config.if_better:
-            raise UnsupportedError(f"table {table.name!r}: admit='if_better' works on CPU tables so far")
-        self._config, self._name, self.device = config, table.name, table.device
-        self.rows = min(config.max_rows or MAX_ROWS - 1, MAX_ROWS - 1)
-        if config.max_bytes:
-            spare = _SPARE_BYTES if table.device.type == "cuda" else 0
-            fit = (config.max_bytes - spare) // (4 * table._layout.stride + _INDEX_BYTES + 16)
-            if fit < 1024:
-                raise ConfigError(
-                    f"table {table.name!r}: max_bytes of a GPU table must be at least 64 MiB, got {config.max_bytes}"
-                )
-            self.rows = min(self.rows, fit)
-        self.buckets = -(-self.rows // FULL.value) + 1
-        self.kept = make_store(1, torch.int32, table.device, MAX_ROWS)
-        self._clock = torch.zeros((), dtype=torch.int64, device=table.device)
-        self._epoch = torch.tensor([1, 0], device=table.device)  # its number, and the clock when it began
-        self._epoch_began_s = 0
-        self._score: float | None = None
-        self.pinned = torch.empty(0, dtype=torch.int64, device=table.device)
-        self._created = torch.zeros(2, dtype=torch.int64, device=table.device)  # rows made, writes to rows
-        self.counters = [0, 0, 0, -1, -1]  # evicted, refused, sum of ages, youngest, oldest
+        self._shared, self._max_bytes, self._max_rows = shared, config.max_bytes, config.max_rows
+        self.device = table.device
+        if shared is not None:
+            shared.use_on(table.device, table.name)
+        if config.max_bytes and table.device.type == "cuda" and config.max_bytes < LEAST_BYTES:
+            raise ConfigError(
+                f"table {table.name!r}: max_bytes of a GPU table must be at least {LEAST_BYTES >> 20} MiB, got "
+                f"{config.max_bytes}"
+            )
+        words = [0] * pk.BUDGET_WORDS.value
+        words[pk.POLICY.value], words[pk.EPOCH_S.value] = config.policy, config.epoch_s
+        words[pk.MIN_AGE_S.value], words[pk.IF_BETTER.value] = config.min_age_s, int(config.if_better)
+        words[pk.COARSE.value], words[pk.EPOCH.value], words[pk.AGE_MAX.value] = 2, 1, -1
+        words[pk.TYPICAL.value] = -1
+        words[pk.AGE_MIN.value], words[pk.SCORE_OF_ALL.value] = _NEVER, code_of(0.0)
+        words[pk.COARSE_ROWS.value] = (config.max_rows or 1 << 20) // 1024
+        self.small = self.allowance().small
+        words[pk.SMALL.value] = int(self.small)
+        self.words = torch.tensor(words, dtype=torch.int64, device=table.device)
+        """What kernels read and count (kernels/policy.py)."""
+        self.pinned = torch.empty(1, dtype=torch.int64, device=table.device)[:0]
+        """Ids that stay, sorted."""
+        self.zero = torch.zeros(1, dtype=torch.int32, device=table.device)
+        """The number of the only table."""
         self.collected: Collected | None = None
+        self.chooses = bool(config.if_better)
+        self.lru, self.aged = config.policy == pk.LRU.value, config.min_age_s > 0
+        self._described: Described | None = None
 
-    def limit(self, storage: Any) -> None:
-        """Has a storage never take more than it may."""
-        storage.arena.limit = self.rows + 1
-        storage.most_buckets = self.buckets
+    # --- memory -------------------------------------------------------------------------------------------------------
 
-    # --- what the policy keeps ----------------------------------------------------------------------------------------
+    def allowance(self) -> Allowance:
+        """What a storage may take; of its own unless other tables share it."""
+        if self._shared is not None:
+            return Allowance(self._max_rows, self._shared.native)
+        return Allowance(self._max_rows, _core.Budget(self._max_bytes) if self._max_bytes else None)
 
-    def written(self, rows: Tensor, fresh: int, *, scores: Tensor | None, only_new: bool, room: int) -> None:
-        """These rows, -1 for none, were written; ``fresh`` marks new ones. Does not wait."""
-        if self.kept.size(0) < room:
-            had = self.kept.size(0) if self.kept.bytes() > 4 else 0
-            self.kept.grow(0, room)
-            self.kept.tensor[0, had:room].zero_()
-        kept = self.kept.tensor[0]
-        at = torch.where(rows >= 0, rows & ROW, 0).long()
-        had = kept[at].long() & _WORD
-        self._clock.add_(1)
-        now = self._after(had, scores)
-        if only_new:
-            now = torch.where(had != 0, had, now)
-        kept[at] = torch.where(now >= 1 << 31, now - (1 << 32), now).int()
-        made = ((rows >= 0) & (rows & fresh != 0)).sum()
-        self._created[0] += made
-        self._created[1] += (rows >= 0).sum()
-
-    def _after(self, had: Tensor, scores: Tensor | None) -> Tensor:
-        policy, clock = self._config.policy, self._clock
-        if policy == EvictionConfig.LRU:
-            return (clock & _WORD).expand_as(had)
-        if policy == EvictionConfig.LFU:
-            return ((had >> 12) + 1).clamp(max=_LOW) << 12 | (clock & _CLOCK)
-        if policy == EvictionConfig.SCORE:
-            if scores is not None:
-                return score_codes(scores)
-            if self._score is not None:
-                return score_codes(torch.full_like(had, self._score, dtype=torch.float32))
-            return torch.where(had != 0, had, 1 << 31)
-        epoch = (self._epoch[0] & _CLOCK) << 20
-        if policy == EvictionConfig.EPOCH_LFU:
-            return epoch | ((had & _LOW) + 1).clamp(max=_LOW)
-        return (epoch | (clock - self._epoch[1]).clamp(1, _LOW)).expand_as(had)
-
-    def keys(self, rows: Tensor) -> Tensor:
-        """int64: the lowest leaves first."""
-        kept, clock = self.kept.tensor[0][rows.long()].long() & _WORD, self._clock
-        policy = self._config.policy
-        if policy == EvictionConfig.LRU:
-            return (kept - clock - 1) & _WORD
-        if policy == EvictionConfig.LFU:
-            return (kept & ~_CLOCK) | ((kept - clock - 1) & _CLOCK)
-        if policy == EvictionConfig.SCORE:
-            return kept
-        return (kept - ((self._epoch[0] + 1) << 20)) & _WORD
-
-    def next_epoch(self) -> int:
-        self._epoch[0] += 1
-        self._epoch[1] = self._clock
-        return int(self._epoch[0])
-
-    def set_score(self, score: float | None) -> None:
-        self._score = score
-
-    # --- room ---------------------------------------------------------------------------------------------------------
-
-    def make_space(self, table: Any, ids: Tensor, seconds: int) -> None:
-        """Lets rows go unless these ids fit, whatever they are. Waits only where they might not.
+    def storage(self, table: StoredTable) -> Storage:
+        """An empty one.
 
         Raises:
-            CapacityError: the budget cannot hold them; nothing has changed.
+            CapacityError: other tables have taken what they share.
         """
-        storage, n = table._storage, ids.numel()
-        if self._config.epoch_s and seconds:
-            if self._epoch_began_s and seconds - self._epoch_began_s >= self._config.epoch_s:
-                self.next_epoch()
-                self._epoch_began_s = seconds
-            self._epoch_began_s = self._epoch_began_s or seconds
-        if capturing(self.device):
-            return
-        if n > self.rows // 2:
-            raise CapacityError(
-                f"a call may bring {self.rows // 2} ids, half of what the budget holds, got {n}; raise max_rows or "
-                "max_bytes, or use smaller batches"
-            )
-        wanted = [0] * storage.tables
-        wanted[table._number] = n
-        counts = storage.counts
-        for account in storage.turn.accounts():
-            account.settle()
-        if storage.replayed:
-            counts.look_anew()
-        counts.look()
-        while counts.rows_needed(wanted) > self.rows + 1:
-            if not counts.wait_for_one():
-                break
+        try:
+            return Storage(table._layout, table.device, allowance=self.allowance())
+        except CapacityError as error:
+            raise CapacityError(f"table {table.name!r}: {error}") from None
+
+    def described(self, table: StoredTable, capturing: bool) -> Described:
+        """Where kernels find the table."""
+        if self._described is None:
+            self._described = Described((weakref.proxy(table),))  # which holds the budget
+        described = self._described
+        if described.stale:
+            described.refresh()
+        described.captured |= capturing
+        return described
+
+    # --- settings -----------------------------------------------------------------------------------------------------
+
+    def _set(self, word: Any, value: int) -> None:
+        self.words[word.value].fill_(value)
+
+    def next_epoch(self) -> int:
+        """Starts an epoch. Waits for the device."""
+        self.words[pk.EPOCH.value] += 1
+        if int(self.words[pk.POLICY.value]) == pk.EPOCH_LRU.value:
+            self._set(pk.COARSE, 0)
+        return int(self.words[pk.EPOCH.value])
+
+    def set_score(self, score: float | None) -> None:
+        self._set(pk.SCORED, int(score is not None))
+        self._set(pk.SCORE_OF_ALL, code_of(score or 0.0))
+
+    def pin(self, storage: Storage, ids: Tensor, stays: bool) -> None:
+        """Ids that stay from now on, or no longer do, whether or not they have a row."""
+        if stays:
+            self.pinned = torch.unique(torch.cat([self.pinned, ids]))
         else:
-            return
-        counts.look(wait=True)
-        over = counts.rows_needed(wanted) - self.rows - 1
-        if over <= 0:
-            return
-        self._evict(table, ids, max(over, self.rows // 16))
-        over = counts.rows_needed(wanted) - self.rows - 1
-        if over > 0:
-            raise CapacityError(f"the budget has no room for {over} of {n} ids: the rows are pinned or too young")
+            self.pinned = self.pinned[~torch.isin(self.pinned, ids)]
+        if not self.pinned.numel():
+            self.pinned = torch.empty(1, dtype=torch.int64, device=self.device)[:0]  # which has an address
+        self._set(pk.PINS, self.pinned.numel())
+        self.mark_pinned(storage, ids, stays)
+        storage.arena.tell()
 
-    def _evict(self, table: Any, coming: Tensor, wanted: int) -> None:
-        storage, number = table._storage, table._number
-        stays = torch.zeros(storage.arena.room + 1, dtype=torch.bool, device=self.device)
-        stays[storage.find(coming, number, "rows").long()] = True  # -1 is the last, nobody's
-        size = max(1, storage.counts.sure_sizes()[number])
-        threshold, left, gone = None, wanted, []
-        for ids, rows, slots in storage.chunks(number):
-            keys = torch.where(self._may_leave(table, ids, rows, stays), self.keys(rows), 1 << 40)
-            if threshold is None:  # ids are where their hashes say: the first chunk is like the others
-                share = min(len(keys), -(-wanted * len(keys) // size))
-                threshold = int(keys.kthvalue(share).values) if share else 0
-            leaving = (keys <= threshold) & (keys < 1 << 40)
-            some = leaving.nonzero().view(-1)[:left]
-            left -= some.numel()
-            gone.append((ids[some], rows[some], slots[some]))
-        ids, rows, slots = (torch.cat(part) for part in zip(*gone, strict=True))
-        self._note(table, ids, rows)
-        table._changes.remove(ids)
-        table._version += 1
-        self.kept.tensor[0][rows.long()] = 0
-        storage.erase_slots(slots, number)
-        if table._marks is not None:
-            table._marks.remove(ids)
+    def mark_pinned(self, storage: Storage, ids: Tensor, stays: bool) -> None:
+        """Marks the rows of ids that have one."""
+        assert storage.arena.scores is not None
+        rows = storage.find(ids, 0, "rows")
+        at, kept = rows[rows >= 0].long(), storage.arena.scores.tensor[0]
+        kept[at] = kept[at] | pk.PINNED.value if stays else kept[at] & ~pk.PINNED.value
 
-    def _may_leave(self, table: Any, ids: Tensor, rows: Tensor, stays: Tensor) -> Tensor:
-        may = ~stays[rows.long()]
-        if self.pinned.numel():
-            may &= ~torch.isin(ids, self.pinned)
-        if self._config.min_age_s:
-            may &= table.max_update_time - table._storage.arena.row_times(rows) >= self._config.min_age_s
-        return may
+    def lasting(self, storage: Storage, rows: Tensor) -> Tensor:
+        """What checkpoints have of rows, int64. Waits for the device."""
+        assert storage.arena.scores is not None
+        kept = storage.arena.scores.tensor[0][rows.long()].long() & 0xFFFFFFFF
+        return lasting_of(kept >> pk.SHIFT.value, self.words.tolist())
 
-    def _note(self, table: Any, ids: Tensor, rows: Tensor) -> None:
-        if not ids.numel():
-            return
-        times = table._storage.arena.row_times(rows)
-        ages = (table.max_update_time - times).clamp(min=0)
-        low, high = int(ages.min()), int(ages.max())
-        evicted, refused, total, youngest, oldest = self.counters
-        self.counters = [
-            evicted + ids.numel(), refused, total + int(ages.sum()),
-            low if youngest < 0 else min(youngest, low), max(oldest, high),
-        ]  # fmt: skip
-        if self.collected is not None:
-            words = table._storage.arena.gather(rows, table._layout.words)
-            self.collected.add(ids, words, times)
+    def restoring(self, native: _core.Table) -> Restored:
+        """The rows of a CPU table with the same policy, on their way here."""
+        return Restored(native, self.words.tolist())
+
+    def restored(self, storage: Storage, rows: Restored) -> None:
+        """They are in the storage."""
+        rows.words[pk.REFUSED.value] += rows.refused
+        self.words.copy_(torch.tensor(rows.words, dtype=torch.int64, device="cpu"))
+        self.mark_pinned(storage, self.pinned, True)
+
+    # --- what happened ------------------------------------------------------------------------------------------------
+
+    def counters(self) -> list[int]:
+        """Created, hits, evicted, refused, the sum of ages, the youngest and the oldest (-1: none). Waits."""
+        words = self.words.tolist()
+        counted = [words[word.value] for word in _COUNTERS]
+        counted[1] -= counted[0]
+        if counted[5] == _NEVER:
+            counted[5] = -1
+        return counted
 
     def stats(self) -> EvictionStats:
         """Waits for the device."""
-        made, written = self._created.tolist()
-        evicted, refused, ages, youngest, oldest = self.counters
-        return EvictionStats.of_counters((made, written - made, evicted, refused, ages, youngest, oldest))
+        return EvictionStats.of_counters(tuple(self.counters()))
 
     def state(self) -> dict[str, Any]:
-        made, written = self._created.tolist()
-        evicted, refused, ages, youngest, oldest = self.counters
+        """What a checkpoint keeps of it, as JSON. Waits for the device."""
         return {
-            "counters": [made, written - made, evicted, refused, ages, youngest, oldest],
-            "epoch": int(self._epoch[0]), "pinned": self.pinned.tolist(),
+            "counters": self.counters(), "epoch": int(self.words[pk.EPOCH.value]), "pinned": self.pinned.tolist(),
         }  # fmt: skip
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        made, hits, *counters = state["counters"]
-        self.counters = list(counters)
-        self._created.copy_(torch.tensor([made, made + hits], device="cpu"))
-        self._epoch[0] = state["epoch"]
-        self.pinned = torch.tensor(state["pinned"], dtype=torch.int64, device=self.device)
+    def set_state(self, storage: Storage, state: dict[str, Any]) -> None:
+        counters = list(state["counters"])
+        counters[1] += counters[0]
+        for word, value in zip(_COUNTERS, counters, strict=True):
+            self._set(word, _NEVER if word is pk.AGE_MIN and value < 0 else value)
+        self._set(pk.EPOCH, state["epoch"])
+        self.pin(storage, torch.tensor(state["pinned"], dtype=torch.int64, device=self.device), True)
 
 
-class Collected:
-    """Rows that leave a GPU table while it is open, in host memory."""
-
-    def __init__(self, table: Any, limit: int) -> None:
-        self._table, self._limit, self._lost, self._size = table, limit, 0, 0
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def __enter__(self) -> Collected:
-        self._table._budget.collected = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._table._budget.collected = None
-
-    def __len__(self) -> int:
-        return self._size
-
-    def add(self, ids: Tensor, words: Tensor, times: Tensor) -> None:
-        fit = min(ids.numel(), self._limit - self._size)
-        self._lost += ids.numel() - fit
-        self._size += fit
-        self._parts.append((ids[:fit].cpu(), words[:fit].cpu(), times[:fit].cpu()))
-
-    def take(self) -> EvictedRows:
-        """Those that have left since the last call."""
-        dim, words = self._table.dim_size, self._table._layout.words
-        empty = (
-            torch.empty(0, dtype=torch.int64, device="cpu"),
-            torch.empty(0, words, device="cpu"),
-            torch.empty(0, dtype=torch.int64, device="cpu"),
-        )
-        ids, rows, times = (torch.cat(part) for part in zip(empty, *self._parts, strict=True))
-        lost, self._lost, self._size, self._parts = self._lost, 0, 0, []
-        return EvictedRows(ids, rows[:, :dim].contiguous(), rows[:, dim:].contiguous(), times, lost)
+def code_of(score: float) -> int:
+    """What is kept of a score."""
+    return int(score_codes(torch.tensor([score], dtype=torch.float32, device="cpu"))) >> pk.SHIFT.value
 
 
 def score_codes(scores: Tensor) -> Tensor:
     """int64 integers that have the order of floats; the other way is `shoal.table.budget.calls.code_scores`."""
-    bits = scores.contiguous().view(torch.int32).long() & _WORD
-    return torch.where(bits >= 1 << 31, ~bits & _WORD, bits | 1 << 31)
+    bits = scores.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    return torch.where(bits >= 1 << 31, ~bits & 0xFFFFFFFF, bits | 1 << 31)

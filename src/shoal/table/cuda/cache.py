@@ -219,7 +219,8 @@ class CachedHashTable(CudaHashTable):
         size = max(1024, -(-n // _FETCHERS))
         parts = [slice(begin, begin + size) for begin in range(0, n, size)]
         self._in_parallel(
-            lambda p: bridge.import_parts(self.below._native, home[p], times[p], heads[p], states[p]), parts
+            lambda p: bridge.import_parts(self.below._native, home[p], times[p], heads[p], states[p], written=True),
+            parts,
         )
         self._dirty[rows.long()] = False
         self.written_rows += n
@@ -312,10 +313,12 @@ class CachedHashTable(CudaHashTable):
                 self._bring(ids, create=False)
             return super()._lookup(ids, insert_missing, seconds)
 
-    def _assign(self, ids: Any, values: Any, req_time: Any, scores: Any, add: bool) -> HashTable:
+    def _assign(
+        self, ids: Any, values: Any, req_time: Any, scores: Any, add: bool, distinct: bool = False
+    ) -> HashTable:
         ids = self._ids(ids)
         with self._alone(ids):
-            return super()._assign(ids, values, req_time, scores, add)
+            return super()._assign(ids, values, req_time, scores, add, distinct)
 
     def _apply(self, ids: Tensor, *args: Any, **kwargs: Any) -> None:
         with self._alone(ids):
@@ -397,9 +400,17 @@ class CachedHashTable(CudaHashTable):
         """As `HashTable.fetch_times`."""
         return self.flush().below.fetch_times(ids)
 
+    def fetch_kept(self, ids: Tensor) -> Tensor:
+        """As `HashTable.fetch_kept`."""
+        return self.flush().below.fetch_kept(ids)
+
     def staged(self) -> Any:
         """The CPU table, with everything written back."""
         return self.flush().below
+
+    def staging(self) -> bridge.Staged:
+        """An empty table with the budget of the CPU table."""
+        return bridge.Staged(self, _core.empty_twin(self.below._native))
 
     def source(self, since: int = 0, *, stale: bool = False) -> Any:
         """The CPU table's, with everything written back."""
@@ -417,6 +428,7 @@ class CachedHashTable(CudaHashTable):
             self._tell_resident()
             self._drop()
             self.below._native.swap_contents(native)
+            _core.adopt_eviction(self.below._native, native)
             for table in (self.below._native, self._host):
                 table.raise_max_update_time(native.max_update_time())
                 table.set_scales(native.scales())

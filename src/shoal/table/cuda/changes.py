@@ -38,6 +38,7 @@ class Changes:
 
     def removed_since(self, since: int) -> list[int]:
         """Ids removed in ``since`` or later and not in the table now, sorted."""
+        self._table.settle()
         ids = [ids for epoch, ids in self._removed if epoch >= since]
         if not ids:
             return []
@@ -46,16 +47,23 @@ class Changes:
 
     def forget_before(self, epoch: int) -> None:
         """Removals before ``epoch`` are forgotten; deltas against older epochs are refused from now on."""
+        self._table.settle()
         self._removed = [entry for entry in self._removed if entry[0] >= epoch]
         self._oldest = max(self._oldest, epoch)
 
     def remove(self, ids: Tensor) -> None:
-        """These ids were removed."""
+        """These ids were removed. Waits for the device."""
         if self.tracked and ids.numel():
-            self._removed.append((self._table._storage.epoch, ids.cpu()))
+            self.removed(self._table._storage.epoch, ids.cpu())
+
+    def removed(self, epoch: int, ids: Tensor) -> None:
+        """These ids, in host memory, were removed in an epoch."""
+        if ids.numel():
+            self._removed.append((epoch, ids))
 
     def start_over(self) -> None:
         """All rows were replaced: what was before is not known."""
+        self._table.settle()
         if self.tracked:
             self._removed.clear()
             self._oldest = 0

@@ -132,6 +132,8 @@ class Judge:
 def refuse_if(bad: int, whose: str, what: str) -> None:
     """Raises when rows are bad."""
     if bad:
+        if what == "scores":
+            raise ConfigError(f"{whose}: scores must not be NaN, got {bad} that are; nothing was applied")
         rows = f"1 row of the {what} holds" if bad == 1 else f"{bad} rows of the {what} hold"
         hint = " Clip them, or set on_bad_gradient='skip'" if what == "gradients" else ""
         raise ConfigError(f"{whose}: {rows} NaN or infinity; nothing was applied.{hint}")

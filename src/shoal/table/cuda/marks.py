@@ -1,30 +1,24 @@
-"""Ids on their way from the device to those who ask which were written: their writers do not wait for them."""
+"""What a table's writes tell those who ask which ids were written: their writers do not wait for it."""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shoal import _core
-
-_UNDER_WAY = 32  # batches that may be under way; a further one waits for the first
+from shoal.table.cuda.arrivals import Arrivals
 
 
 class Marks:
-    """What a table's writes tell a sync client's `TouchedKeySet`, and trackers."""
+    """Who is told of a table's writes: a sync client's `TouchedKeySet`, and trackers."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
         self._client: Callable[[Tensor], Any] | None = None
+        self._waits = False
         self.trackers: list[_core.Tracker] = []
-        self._under_way: deque[tuple[Tensor, Tensor, torch.cuda.Event, bool]] = deque()
-        self._lock = threading.Lock()
-        self._waits = device.type != "cuda"
 
     def set_client(self, keys: Any, number: int) -> None:
         """Has trained ids go into a set, which asks for those under way before it tells what it holds."""
@@ -38,18 +32,9 @@ class Marks:
         """Those of the ids that have a row, which is not -1, were written. ``trained``: by an optimizer."""
         if not self.trackers and (self._client is None or not trained):
             return
+        self._arrivals.send((ids, rows >= 0), lambda home, written: self._tell(home[written], trained))
         if self._waits:
-            self._tell(ids[rows >= 0].cpu(), trained)
-            return
-        home = torch.empty(ids.numel(), dtype=torch.int64, device="cpu", pin_memory=True)
-        home.copy_(ids, non_blocking=True)
-        written = torch.empty(ids.numel(), dtype=torch.bool, device="cpu", pin_memory=True)
-        written.copy_(rows >= 0, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        with self._lock:
-            self._under_way.append((home, written, event, trained))
-        self.settle(leave=_UNDER_WAY)
+            self.settle()
 
     def _tell(self, ids: Tensor, trained: bool) -> None:
         ids = ids.contiguous()
@@ -61,9 +46,14 @@ class Marks:
     def remove(self, ids: Tensor) -> None:
         """These ids, which had rows, were removed. Waits for the device."""
         if self.trackers and ids.numel():
-            home = ids.cpu().contiguous()
-            for tracker in self.trackers:
-                tracker.removed(home.data_ptr(), home.numel())
+            self.settle()
+            self.removed(ids.cpu())
+
+    def removed(self, ids: Tensor) -> None:
+        """The same, of ids in host memory, in turn."""
+        ids = ids.contiguous()
+        for tracker in self.trackers:
+            tracker.removed(ids.data_ptr(), ids.numel())
 
     def replace(self, former: Tensor) -> None:
         """All rows were replaced; these ids had one before."""
@@ -71,13 +61,6 @@ class Marks:
         for tracker in self.trackers:
             tracker.replaced()
 
-    def settle(self, leave: int = 0) -> None:
-        """Tells of what has arrived, and waits for it while more than ``leave`` batches are under way."""
-        with self._lock:
-            while self._under_way:
-                home, written, event, trained = self._under_way[0]
-                if len(self._under_way) <= leave and not event.query():
-                    return
-                event.synchronize()
-                self._tell(home[written], trained)
-                self._under_way.popleft()
+    def settle(self) -> None:
+        """Tells of everything that was written so far."""
+        self._arrivals.settle()

@@ -30,6 +30,9 @@ class Store(Protocol):
     def grow(self, part: int, elements: int) -> None: ...
     def shrink(self) -> None: ...
     def bytes(self) -> int: ...
+    def cost(self, elements: int) -> int:
+        """Bytes that it takes once a part has at least so many elements."""
+        ...
 
 
 class Growing:
@@ -61,6 +64,9 @@ class Growing:
 
     def bytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
+
+    def cost(self, elements: int) -> int:
+        return max(self.stride, elements) * len(self._sizes) * self.tensor.element_size()
 
 
 class _Location(ctypes.Structure):
@@ -231,6 +237,12 @@ class Mapped:
 
     def bytes(self) -> int:
         return sum(self._mapped(part) for part in range(len(self._pages)))
+
+    def cost(self, elements: int) -> int:
+        grain = self._driver.granularity
+        return sum(
+            max(self._mapped(part), -(-elements * self._item // grain) * grain) for part in range(len(self._pages))
+        )
 
 
 def most_words(device: torch.device) -> int:

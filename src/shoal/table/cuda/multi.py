@@ -22,12 +22,13 @@ _PLANS = 16  # of batches that are cut differently, which are kept
 def share(tables: Sequence[CudaHashTable]) -> None:
     """Puts tables of equal rows into one storage each.
 
-    Not those whose steps depend on numbers of their own table beside the rates: scales, and the noise of rounding.
+    Not those whose steps depend on numbers of their own table beside the rates: scales, and the noise of rounding; nor
+    those with budgets, whose rows are their own.
     """
     alike: dict[Any, list[CudaHashTable]] = defaultdict(list)
     for table in tables:
         layout = table._layout
-        if layout.plain and not any(s.native.stochastic_rounding for s in layout.segments):
+        if layout.plain and not table.has_budget and not any(s.native.stochastic_rounding for s in layout.segments):
             key = table.table_config.entry_config.SerializeToString(deterministic=True), table.seed
             alike[key].append(table)
     for members in alike.values():

@@ -72,3 +72,38 @@ def start_shape(width: int) -> tuple[int, int, int]:
     if interpreted():
         return 64, 1, 2
     return max(1, min(64, 2048 // width)), 4, 1056
+
+
+def prepare_shape() -> tuple[int, int]:
+    """Words that a program of `prepare` clears, and its warps."""
+    return (1 << 16, 1) if interpreted() else (2048, 8)
+
+
+def hold_shape() -> tuple[int, int, int | None]:
+    """Ids of one program of `hold`, its warps, and registers of a thread."""
+    return (1024, 1, None) if interpreted() else insert_shape()
+
+
+def replace_shape() -> tuple[int, int, int, int | None]:
+    """Ids that a program of `replace` takes at once, its warps, the most programs there are, and registers."""
+    return (1024, 1, 2, None) if interpreted() else (128, 4, 2112, None)
+
+
+def place_shape() -> tuple[int, int, int]:
+    """Ids that a program of `place` takes at once, its warps, and the most programs there are."""
+    return (1024, 1, 2) if interpreted() else (64, 4, 1056)
+
+
+def settle_shape() -> tuple[int, int]:
+    """Ids of one program of `settle`, and its warps."""
+    return (1024, 1) if interpreted() else (1024, 8)
+
+
+def weigh_shape() -> tuple[int, int, int]:
+    """Buckets that a program of `weigh` takes at once, the programs of a table, and its warps."""
+    return (1024, 1, 1) if interpreted() else (64, 32, 4)
+
+
+def let_go_shape() -> tuple[int, int, int, int]:
+    """Rows that a program of `let_go` takes at once, those it compares them with, the programs of a table, warps."""
+    return (256, 1024, 1, 1) if interpreted() else (64, 128, 128, 4)

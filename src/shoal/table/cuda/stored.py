@@ -13,16 +13,19 @@ from torch import Tensor
 from shoal import _core
 from shoal.errors import CapacityError, ConfigError, UnsupportedError
 from shoal.table.arguments import as_ids, as_int, as_rows
+from shoal.table.budget.calls import code_scores
 from shoal.table.budget.evicted import EvictionStats, MissRatioCurve
 from shoal.table.checkpoint.copies import about_to_change
-from shoal.table.cuda import bridge, compiled
+from shoal.table.cuda import bridge, compiled, evicting
+from shoal.table.cuda.arrivals import Arrivals, Sent
 from shoal.table.cuda.backend import as_device
-from shoal.table.cuda.budget import Collected, GpuBudget
+from shoal.table.cuda.budget import GpuBudget
 from shoal.table.cuda.changes import Changes
+from shoal.table.cuda.collected import Collected
 from shoal.table.cuda.judge import Judge
 from shoal.table.cuda.layout import row_layout
 from shoal.table.cuda.marks import Marks
-from shoal.table.cuda.storage import FRESH, Storage
+from shoal.table.cuda.storage import Storage
 from shoal.table.table import HashTable
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -59,12 +62,13 @@ class StoredTable(HashTable):
         self.deterministic = deterministic
         self._layout = row_layout(self.table_config, self.first_column)
         self._seed = hash_id(self.seed + _GOLDEN)
-        self._budget = GpuBudget(self) if self.has_budget and self.grows else None
+        self._budget = GpuBudget(self, self._memory_budget) if self.has_budget and self.grows else None
         self._rounds = any(s.native.stochastic_rounding for s in self._layout.segments)
         self._shared: Storage | None = None
         self._making = threading.Lock()
         self._number = 0
         self._host = _core.Table(layout, self.seed)  # has no rows: the filter, the clock and the scales
+        self._arrivals = Arrivals()
         self._marks: Marks | None = None
         self._judge = Judge(self.name, self.device)
         self._changes = Changes(self)
@@ -85,18 +89,17 @@ class StoredTable(HashTable):
         if self._shared is None:
             with self._making:
                 if self._shared is None:
-                    storage = Storage(self._layout, self.device)
-                    if self._budget is not None:
-                        self._budget.limit(storage)
-                    self._shared = storage
+                    self._shared = self._new_storage()
         return self._shared
 
+    def _new_storage(self) -> Storage:
+        """An empty one, for this table alone."""
+        return Storage(self._layout, self.device) if self._budget is None else self._budget.storage(self)
+
     def join(self, storage: Storage, number: int) -> None:
-        """Makes this table, which has no rows yet, number ``number`` of a storage."""
+        """Makes this table, which has no rows yet and no budget, number ``number`` of a storage."""
         if self._shared is not None:
             raise ConfigError(f"table {self.name!r} must have no rows of its own")
-        if self._budget is not None:
-            raise UnsupportedError(f"table {self.name!r}: tables of a MultiHashTable on a GPU have no budgets so far")
         self._shared, self._number = storage, number
 
     @property
@@ -104,7 +107,7 @@ class StoredTable(HashTable):
         raise UnsupportedError(f"table {self.name!r} is on {self.device}; this operation works on CPU tables")
 
     def _set_touched(self, touched: Any, number: int) -> None:
-        self._marks = self._marks or Marks(self.device)
+        self._marks = self._marks or Marks(self._arrivals)
         self._marks.set_client(touched, number)
 
     @in_turn
@@ -115,7 +118,7 @@ class StoredTable(HashTable):
                 f"table {self.name!r}: a CUDA graph was captured that writes it and cannot tell which ids; follow the "
                 "table before, and train without one"
             )
-        self._marks = self._marks or Marks(self.device)
+        self._marks = self._marks or Marks(self._arrivals)
         self._marks.trackers = [*self._marks.trackers, tracker]
 
     @in_turn
@@ -132,8 +135,26 @@ class StoredTable(HashTable):
 
     def settle(self) -> None:
         """Waits until trackers have been told of all writes so far."""
-        if self._marks is not None:
-            self._marks.settle()
+        self._arrivals.settle()
+
+    @property
+    def tells_removed(self) -> bool:
+        """Whether somebody wants to know which ids are removed."""
+        return self._changes.tracked or (self._marks is not None and bool(self._marks.trackers))
+
+    def expect_removed(self, sent: Sent, number: int) -> None:
+        """Rows of ids left: how many, the ids, and the number of each one's table above 32 bits. Who wants to know is
+        told when they have arrived."""
+        changes, marks, epoch = self._changes, self._marks, self._storage.epoch
+
+        def told(count: Tensor, ids: Tensor, packed: Tensor) -> None:
+            gone = ids[: int(count)][packed[: int(count)] >> 32 == number]
+            if changes.tracked:
+                changes.removed(epoch, gone)
+            if marks is not None:
+                marks.removed(gone)
+
+        self._arrivals.expect(sent, told)
 
     @in_turn
     def all_ids(self) -> Iterator[Tensor]:
@@ -157,6 +178,12 @@ class StoredTable(HashTable):
         """As `HashTable.fetch_times`."""
         rows = self._storage.find(ids.to(self.device), self._number, "rows")
         return torch.where(rows >= 0, self._storage.arena.row_times(rows.clamp(min=0)), 0).cpu()
+
+    def fetch_kept(self, ids: Tensor) -> Tensor:
+        """As `HashTable.fetch_kept`."""
+        assert self._budget is not None
+        rows = self._storage.find(ids.to(self.device), self._number, "rows")
+        return torch.where(rows >= 0, self._budget.lasting(self._storage, rows.clamp(min=0)), 0).cpu()
 
     def _former_ids(self) -> Tensor | None:
         """All ids, if somebody wants to know which are removed."""
@@ -190,15 +217,10 @@ class StoredTable(HashTable):
         return counts
 
     def _insert(self, ids: Tensor, scores: Tensor | None = None, **options: Any) -> Tensor:
-        budget = self._budget
         try:
-            if budget is not None:
-                budget.make_space(self, ids, int(options.get("time", 0)))
-            rows = self._storage.insert(ids, self._number, counts=self._counts(ids.numel()), **options)
-            if budget is not None:
-                new = bool(options.get("only_new"))
-                budget.written(rows, FRESH, scores=scores, only_new=new, room=self._storage.arena.room)
-            return rows
+            if self._budget is not None:
+                return evicting.insert(self, self._budget, ids, scores=scores, **options)
+            return self._storage.insert(ids, self._number, counts=self._counts(ids.numel()), **options)
         except CapacityError as error:
             raise CapacityError(
                 f"table {self.name!r}: no room for {ids.numel()} ids more: {error}; nothing was changed. "
@@ -208,19 +230,19 @@ class StoredTable(HashTable):
     # --- its budget ---------------------------------------------------------------------------------------------------
 
     def pin(self, ids: Tensor) -> None:
-        """As `HashTable.pin`."""
-        self._set_pinned("pin", lambda pinned, ids: torch.unique(torch.cat([pinned, ids])), ids)
+        """As `HashTable.pin`. Waits for the device."""
+        self._set_pinned("pin", ids)
 
     def unpin(self, ids: Tensor) -> None:
-        """As `HashTable.unpin`."""
-        self._set_pinned("unpin", lambda pinned, ids: pinned[~torch.isin(pinned, ids)], ids)
+        """As `HashTable.unpin`. Waits for the device."""
+        self._set_pinned("unpin", ids)
 
-    def _set_pinned(self, call: str, change: Callable[[Tensor, Tensor], Tensor], ids: Tensor) -> None:
+    def _set_pinned(self, call: str, ids: Tensor) -> None:
         self._check_budget(call)
         assert self._budget is not None
         ids = as_ids(ids, self.name, device=self.device)
-        with self._storage:
-            self._budget.pinned = change(self._budget.pinned, ids)
+        with self._storage as storage:
+            self._budget.pin(storage, ids, call == "pin")
 
     def pinned(self) -> Tensor:
         """As `HashTable.pinned`."""
@@ -235,7 +257,7 @@ class StoredTable(HashTable):
 
     @in_turn
     def eviction_stats(self) -> EvictionStats:
-        """As `HashTable.eviction_stats`; occurrences of an id count each. Waits for the device."""
+        """As `HashTable.eviction_stats`; equal ids of one call count once. Waits for the device."""
         self._check_budget("eviction_stats")
         assert self._budget is not None
         return self._budget.stats()
@@ -263,14 +285,19 @@ class StoredTable(HashTable):
 
     def _set_eviction_state(self, state: dict[str, Any]) -> None:
         assert self._budget is not None
-        self._budget.set_state(state)
+        with self._storage as storage:
+            self._budget.set_state(storage, state)
 
-    def _policy_keys(self, ids: Tensor) -> Tensor:
-        assert self._budget is not None
-        rows = self._storage.find(ids, self._number, "rows")
-        if self._budget.kept.size(0) <= 1:
-            return torch.full_like(ids, -1)
-        return torch.where(rows >= 0, self._budget.keys(rows.clamp(min=0)), -1)
+    def _refuse_nan(self, scores: Tensor) -> None:
+        """`evicting.insert` does, without a wait."""
+
+    def _scores_before(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        with self._storage as storage:
+            rows, kept = storage.find(ids, 0, "rows"), storage.arena.scores
+            assert kept is not None
+            known = rows >= 0
+            code = (kept.tensor[0][rows.clamp(min=0).long()].long() & 0xFFFFFFFF) & ~3  # without what is not the score
+            return torch.where(known, code_scores(code), 0.0), known
 
     # --- what there is ------------------------------------------------------------------------------------------------
 
@@ -282,7 +309,7 @@ class StoredTable(HashTable):
 
     def memory_bytes(self) -> int:
         """Bytes of GPU memory for index and rows (of all tables of a `MultiHashTable` that share them)."""
-        return self._storage.bytes() + (0 if self._budget is None else self._budget.kept.bytes())
+        return self._storage.bytes()
 
     @property
     def max_update_time(self) -> int:
@@ -317,13 +344,25 @@ class StoredTable(HashTable):
     def staged(self) -> bridge.Staged:
         """All rows in a CPU table: a snapshot in host memory."""
         self._judge.check(wait=True)
-        native = _core.Table(self._storage.layout.native, 0)
-        bridge.to_host(self._storage, *self._storage.entries(self._number), native)
+        native = self._empty_native()
+        bridge.to_host(self._storage, *self._storage.entries(self._number), native, self._lasting())
         return bridge.Staged(self, native)
 
     def staging(self) -> bridge.Staged:
         """An empty CPU table to read files into."""
-        return bridge.Staged(self, _core.Table(self._layout.native, 0))
+        return bridge.Staged(self, self._empty_native())
+
+    def _empty_native(self) -> _core.Table:
+        """A CPU table for rows of this one: with its policy, and without its limits."""
+        if self._budget is None:
+            return _core.Table(self._layout.native, 0)
+        policy = self.table_config.eviction.policy
+        return _core.Table(self._layout.native, 0, 1, _core.EvictOptions(policy, 0, None, False, 0, 0, False))
+
+    def _lasting(self) -> Callable[[Tensor], Tensor] | None:
+        """What tells what the policy keeps of rows."""
+        budget = self._budget
+        return None if budget is None else lambda rows: budget.lasting(self._storage, rows)
 
     def source(self, since: int = 0, *, stale: bool = False) -> Any:
         """What a save takes: a list of ids now, and their rows by parts, so that little host memory is enough."""
@@ -343,9 +382,12 @@ class StoredTable(HashTable):
         storage, former = self._storage, self._former_ids()
         try:
             if storage.tables == 1:
-                fresh = Storage(storage.layout, self.device)
-                bridge.to_device(fresh, 0, native)
+                fresh, budget = self._new_storage(), self._budget
+                restored = None if budget is None else budget.restoring(native)
+                bridge.to_device(fresh, 0, native, restored)
                 storage.swap(fresh)
+                if budget is not None and restored is not None:
+                    budget.restored(storage, restored)
             else:
                 storage.make_room(self._counts(native.size()))
                 storage.clear(self._number)
@@ -384,8 +426,8 @@ class StoredTable(HashTable):
         end = min(begin + limit, ids.numel() * (shard_idx + 1) // num_shards)
         if begin >= end:
             return offset, []
-        native = _core.Table(self._storage.layout.native, 0)
-        bridge.to_host(self._storage, ids[begin:end], rows[begin:end], native)
+        native = self._empty_native()
+        bridge.to_host(self._storage, ids[begin:end], rows[begin:end], native, self._lasting())
         entries: list[bytes] = []
         for stripe in range(_core.Table.num_stripes):
             entries += _core.walk_entries(native, stripe, 0, end - begin)[0]

@@ -66,9 +66,10 @@ class CudaHashTable(StoredTable):
         self._host.raise_max_update_time(seconds)
         self._version += 1
         out = torch.empty(ids.numel(), self.dim_size, dtype=torch.float32, device=self.device)
-        self._storage.arena.start_fresh(rows, ids, self._seed, out=out)
+        refused = self._budget is not None and not self._host.has_filter()  # what a filter keeps out is zeros
+        self._storage.arena.start_fresh(rows, ids, self._seed, out=out, refused=refused)
         self._mark(ids, torch.where(rows & FRESH != 0, rows, -1), trained=False)
-        return self._read(self._storage.arena.gather(rows, self.dim_size, out))
+        return self._read(self._storage.arena.gather(rows, self.dim_size, out, refused))
 
     def group_key(self) -> Hashable:
         """As `shoal.table.protocol` asks: tables with equal keys can be one group."""
@@ -131,16 +132,20 @@ class CudaHashTable(StoredTable):
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def assign(self, ids: Tensor, values: Tensor, req_time: Any = None, *, scores: Any = None) -> HashTable:
-        """Sets the weights of ``ids``, the last of equal ids winning; optimizer state stays, or starts fresh."""
-        return self._assign(ids, values, req_time, scores, add=False)
+    def assign(
+        self, ids: Tensor, values: Tensor, req_time: Any = None, *, scores: Any = None, distinct: bool = False
+    ) -> HashTable:
+        """As `HashTable.assign`. With ``distinct`` an id that comes twice after all gets parts of both values."""
+        return self._assign(ids, values, req_time, scores, add=False, distinct=distinct)
 
     def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None, *, scores: Any = None) -> HashTable:
         """Adds to the weights of ``ids``, every occurrence in order; a new id starts from its initializer."""
         return self._assign(ids, values, req_time, scores, add=True)
 
     @in_turn
-    def _assign(self, ids: Any, values: Any, req_time: Any, scores: Any, add: bool) -> HashTable:
+    def _assign(
+        self, ids: Any, values: Any, req_time: Any, scores: Any, add: bool, distinct: bool = False
+    ) -> HashTable:
         ids, values, seconds = self._write_arguments(ids, values, req_time)
         numbers = self._scores(ids, scores, seconds)
         about_to_change(self)
@@ -155,8 +160,15 @@ class CudaHashTable(StoredTable):
         rows = self._insert(ids, time=seconds, drop=drop, gate=gate, scores=numbers)
         self._host.raise_max_update_time(seconds)
         self._version += 1
-        self._storage.arena.start_fresh(rows, ids, self._seed)
-        self._storage.arena.assign(rows, values, add)
+        arena, layout = self._storage.arena, self._layout
+        if add or layout.words > layout.dim:
+            arena.start_fresh(rows, ids, self._seed)
+        elif not distinct and not layout.serving:  # rows are overwritten whole
+            rows = torch.where(rows >= 0, rows & ROW, rows)
+        if distinct and not layout.serving:
+            arena.scatter(rows, values.view(-1, self.dim_size))
+        else:
+            arena.assign(rows, values, add)
         self._mark(ids, rows, trained=False)
         return self
 

@@ -29,12 +29,12 @@ def make_group(tables: tuple[Any, ...]) -> FusedGroup | SingleGroup:
 
 
 def _fusable(table: CudaHashTable) -> bool:
-    """Not what asks the host about every new id, brings its rows from there, or shows other numbers than rows hold."""
+    """Not what asks the host about ids, brings its rows from there, or shows other numbers than rows hold."""
     layout = table._layout
     rounds = any(s.native.stochastic_rounding for s in layout.segments)
     return (
         table.grows
-        and not table.has_budget
+        and table.own_policy is None
         and not layout.serving
         and layout.plain
         and not rounds

@@ -13,13 +13,13 @@ from shoal.errors import ConfigError, UnsupportedError
 from shoal.table.clock import Now, now
 from shoal.table.config.learning_rate import PolynomialDecay
 from shoal.table.cuda.backend import capturing
-from shoal.table.cuda.kernels import changed as ck
+from shoal.table.cuda.kernels import located as lk
 from shoal.table.protocol import Step
 
 if TYPE_CHECKING:
     from shoal.table.cuda.table import CudaHashTable
 
-_TABLES_AT = ck.TABLES_AT.value
+_TABLES_AT = lk.TABLES_AT.value
 _STEPPED = ("dynamic_wd_adagrad", "batch_softmax")  # whose rows hold the step
 
 

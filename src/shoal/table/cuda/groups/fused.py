@@ -15,8 +15,8 @@ from torch import Tensor
 from shoal.errors import CapacityError, ConfigError, UnsupportedError
 from shoal.table.checkpoint.copies import WAITING, about_to_change
 from shoal.table.cuda.backend import capturing
+from shoal.table.cuda.described import Described
 from shoal.table.cuda.groups.control import Control
-from shoal.table.cuda.groups.described import Described
 from shoal.table.cuda.groups.plan import Plan
 from shoal.table.cuda.groups.pools import pool_bags
 from shoal.table.cuda.groups.room import Room
@@ -226,7 +226,7 @@ class FusedGroup:
         marked = [table for table in self.tables if table._marks is not None]
         for table in marked:
             table._check_marks()
-        if each != "sum":
+        if each != "sum" or any(table._budget and table._budget.collected for table in self.tables):
             self._one_by_one.update(parts, step=step, each=each)
             return
         sources = [Source(self, part) for part in parts]

@@ -99,7 +99,9 @@ class SingleGroup:
                 number = as_int(step.number, table.name, "step.number")
                 time = step.time_s if step.time_s is None else as_int(step.time_s, table.name, "step.time_s")
                 rates = [scale * rate for rate in table.rates(number)]
-                table._apply(torch.cat(own), torch.cat(grad), rates, number, each == "sum", table._time(time))
+                ids_of, seconds = torch.cat(own), table._time(time)
+                scores = table._scores(ids_of, None, seconds)
+                table._apply(ids_of, torch.cat(grad), rates, number, each == "sum", seconds, scores)
 
     def _check(self, grads: list[list[Tensor]]) -> None:
         """Refuses bad gradients of any table before the first of several is written."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.table.cuda.backend import interpreted
+from shoal.table.cuda.groups.evictions import Evictions
 from shoal.table.cuda.groups.plan import jump_of
 from shoal.table.cuda.kernels import aimed as ak
 from shoal.table.cuda.kernels import changed as ck
@@ -78,6 +79,7 @@ class Sums:
         self._number = -1
         segments = group.layout.segments
         self._adds = all(s.kind == "sgd" for s in segments) and not self._deterministic
+        self._evictions = Evictions(group) if any(table._budget is not None for table in group.tables) else None
 
     @property
     def _group(self) -> FusedGroup:
@@ -139,10 +141,14 @@ class Sums:
             else:
                 seen.append(self._survey(source))
             start += source.n
-        start = 0
+        evictions, start = self._evictions, 0
+        if evictions is not None:
+            evictions.begin(self._group, [source.part.found.ids for source in sources])
         for source, of in zip(sources, seen, strict=True):
             self._claim(source, of, workspace, keys, base, unit, start, room, aimed)
             start += source.n
+        if evictions is not None:
+            evictions.finish(self._group, keys, workspace, room, self.tally, self._adds)
         for s in self._group.layout.segments:
             self._start(s, workspace, n, room)
         if factored and len(sources) > 1:
@@ -272,11 +278,13 @@ class Sums:
         found, rows = part.found, source.offsets is None
         weighted = part.weights is not None and not rows
         block, warps, registers = claim_shape()
+        evictions = self._evictions
         key = ("claim", described.wide, plan.alone, rows, weighted, source.kind, aimed, source.aimed, unit)
         kernel = group._kernels.get(key) or group.kernel(key, ck.claim, {
             "SINGLE": plan.alone, "ROWS_": rows, "WEIGHTED": weighted, "KIND": source.kind, "AIMED": aimed,
             "OWN": source.aimed, "JUDGE": self._how, "STAMP": self._adds, "UNIT": unit, "WIDE": described.wide,
-            "BLOCK": block, "num_warps": warps, "maxnreg": registers,
+            "EVICT": evictions is not None, "LRU_": evictions is not None and evictions.lru, "BLOCK": block,
+            "num_warps": warps, "maxnreg": registers,
         })  # fmt: skip
         if not rows:
             places, jump = source.offsets, jump_of(source.bags)
@@ -289,8 +297,10 @@ class Sums:
         kernel(
             cdiv(source.n, block), found.ids, places, found.where, found.came, part.weights if weighted else found.ids,
             seen, plan.tables, plan.columns[unit], described.words, described.origin, group.control.words,
-            described.origin, workspace, keys, self.tally, source.n, start, room, plan.only, plan.features, source.bags,
-            source.each, jump, source.width // unit, begins_at,
+            described.origin, workspace, keys, self.tally,
+            *((found.ids,) * 3 if evictions is None else evictions.lists), source.n, start, room, plan.only,
+            plan.features, source.bags, source.each, jump, source.width // unit, begins_at,
+            0 if evictions is None else evictions.mask,
         )  # fmt: skip
 
     def _start(self, s: Segment, workspace: Tensor, n: int, room: int) -> None:

@@ -10,10 +10,10 @@ gradient begins has flags below it; those gradients were aimed at their rows by 
 import triton
 import triton.language as tl
 
+from shoal.table.cuda.kernels.evict import FRESH_ROWS, enlist, touch
 from shoal.table.cuda.kernels.index import (
     BUCKETS,
     EMPTY,
-    EPOCH,
     FREE,
     FULL,
     LOST,
@@ -26,35 +26,37 @@ from shoal.table.cuda.kernels.index import (
 from shoal.table.cuda.kernels.located import (
     ARENA,
     BASE,
+    BUDGET,
     DESCRIBED,
-    EPOCHS,
+    EVICTS,
     FREE_ROWS,
     KEYS,
     MOVED,
     PADDING,
     ROWS,
     SALT,
+    SCORES,
     SEED,
     SKIPPED,
     STASH_KEYS,
     STASH_ROWS,
     STATE,
-    TIMED,
-    TIMES,
-    TRACKED,
     WORDS,
     column,
     ints,
     last_not_above,
+    locate,
     longs,
+    stamp,
 )
 from shoal.table.cuda.kernels.optimizers import _fetch_ahead, _join, _rest_of, _step
+from shoal.table.cuda.kernels.policy import COMING, HELD
 from shoal.table.cuda.kernels.pooled import divisor
 from shoal.table.cuda.kernels.rows import _start_rows, first_weights
 
 # Words of a group's tally.
 BAD = tl.constexpr(0)  # gradients of this update that hold NaN or infinity
-FRESH = tl.constexpr(1)  # rows that this update made
+FRESH = FRESH_ROWS
 TOLD = tl.constexpr(2)  # bad gradients of all updates so far
 NUMBER = tl.constexpr(3)  # of the last update that was not captured
 
@@ -64,7 +66,6 @@ TOLD_ROOM = tl.constexpr(2)
 
 # Words of a group's control block: common ones, then two for each table.
 STEP = tl.constexpr(0)
-TABLES_AT = tl.constexpr(8)
 
 RAISE = tl.constexpr(0)
 SKIP = tl.constexpr(1)
@@ -225,35 +226,37 @@ def _take(id, of, m, o, origin, spare, SINGLE: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def stamp(row, table, of, m, origin, control):
-    """The time of the update, and the epoch, to rows; where a table goes by the clock a later time stays."""
-    timed = m & (tl.load(of + TIMED) != 0)
-    if tl.max(timed.to(tl.int32), axis=0) > 0:
-        at = ints(origin, of, TIMES) + row
-        last = tl.load(at, mask=timed, other=0)
-        time = (tl.load(control + TABLES_AT + table * 2) + row.to(tl.int64) * 0).to(tl.int32)
-        later = tl.load(control + TABLES_AT + table * 2 + 1) != 0
-        keep = later & (last.to(tl.uint32, bitcast=True) > time.to(tl.uint32, bitcast=True))
-        tl.store(at, time, mask=timed & (keep == 0) & (last != time))
-    tracked = m & (tl.load(of + TRACKED) != 0)
-    if tl.max(tracked.to(tl.int32), axis=0) > 0:
-        epoch = tl.load(longs(origin, of, STATE) + EPOCH)
-        tl.store(ints(origin, of, EPOCHS) + row, (epoch + row.to(tl.int64) * 0).to(tl.int32), mask=tracked)
+def _count_coming(table, won, described, origin):
+    """Counts the new ids of each table with a budget."""
+    left = won
+    while tl.max(left.to(tl.int32), axis=0) > 0:  # neighbours are mostly of one table
+        one = tl.min(tl.where(left, table, 1 << 40), axis=0)
+        mine = left & (table == one)
+        of = described + one * DESCRIBED
+        if tl.load(of + EVICTS) != 0:
+            count = tl.sum(mine.to(tl.int64), axis=0)
+            tl.atomic_add(longs(origin, of, BUDGET) + COMING, count, sem="relaxed")
+        left = left & (mine == 0)
 
 
-@triton.jit(do_not_specialize=["n", "start", "room", "only", "features", "bags", "each", "jump", "width", "begins_at"])
+@triton.jit(
+    do_not_specialize=[
+        "n", "start", "room", "only", "features", "bags", "each", "jump", "width", "begins_at", "mask",
+    ]
+)  # fmt: skip
 def claim(
     ids, places, where, versions, weights, seen, tables, columns, described, origin, control, spare, workspace, keys,
-    tally, n, start, room, only, features, bags, each, jump, width, begins_at,
+    tally, all_ids, cells, comers, n, start, room, only, features, bags, each, jump, width, begins_at, mask,
     SINGLE: tl.constexpr, ROWS_: tl.constexpr, WEIGHTED: tl.constexpr, KIND: tl.constexpr, AIMED: tl.constexpr,
     OWN: tl.constexpr, JUDGE: tl.constexpr, STAMP: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    EVICT: tl.constexpr, LRU_: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row for each id, in ``keys`` from ``start`` on, and where its gradient is; -1 for an id that is passed over.
 
     ``places`` are the offsets of bags or, with ROWS_, the first ids of features. Gradients begin at ``begins_at``.
     WIDE: keys are int64, here and in the kernels that read them. AIMED: the update has flags; OWN: these gradients
-    were aimed, and are judged.
+    were aimed, and are judged. EVICT: some table has a budget (LRU_: all of these evict by `Lru`), so rows of known
+    ids are held, and new ids wait in a list for the kernels of evict.py; ``all_ids`` are those of all parts.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < n
@@ -306,21 +309,38 @@ def claim(
     state = longs(origin, of, STATE)
     moved = tl.load(versions + table) != tl.load(state + MOVED)
     look = here & ((row < 0) | moved | (row >= tl.load(state + ROOM)))
-    if tl.max(look.to(tl.int32), axis=0) > 0:
-        id = tl.load(ids + o, mask=look, other=0)
-        taken, won = _take(id, of, look, o, origin, spare, SINGLE, BLOCK)
-        row = tl.where(look, taken, row)
-        made = tl.sum(won.to(tl.int32), axis=0)
-        if made > 0:
-            at = tl.atomic_add(tally + FRESH, made.to(tl.int64), sem="relaxed")
-            at += tl.cumsum(won.to(tl.int32), axis=0) - 1
-            tl.store(workspace + room + at, id, mask=won)
-            packed = ((row.to(tl.int64) * 0 + table) << 32) | row.to(tl.int64)
-            tl.store(workspace + 2 * room + at, packed, mask=won)
+    code = o * 0 - 1
+    if EVICT:
+        if tl.max(look.to(tl.int32), axis=0) > 0:
+            id = tl.load(ids + o, mask=look, other=0)
+            row = tl.where(look, locate(id, of, look, origin, SINGLE), row)
+            new = look & (row < 0)
+            if tl.max(new.to(tl.int32), axis=0) > 0:
+                whose = o * 0 + table
+                code, won = enlist(id, whose, new, start + o, all_ids, cells, comers, mask, spare, BLOCK)
+                _count_coming(whose, won, described, origin)
+        here = here & (row >= 0)
+        held = here & (tl.load(of + EVICTS) != 0)
+        if LRU_:
+            touch(row, held, of, origin)
+        else:
+            tl.atomic_or(ints(origin, of, SCORES) + row, HELD, mask=held, sem="relaxed")
+    else:
+        if tl.max(look.to(tl.int32), axis=0) > 0:
+            id = tl.load(ids + o, mask=look, other=0)
+            taken, won = _take(id, of, look, o, origin, spare, SINGLE, BLOCK)
+            row = tl.where(look, taken, row)
+            made = tl.sum(won.to(tl.int32), axis=0)
+            if made > 0:
+                at = tl.atomic_add(tally + FRESH, made.to(tl.int64), sem="relaxed")
+                at += tl.cumsum(won.to(tl.int32), axis=0) - 1
+                tl.store(workspace + room + at, id, mask=won)
+                packed = ((row.to(tl.int64) * 0 + table) << 32) | row.to(tl.int64)
+                tl.store(workspace + 2 * room + at, packed, mask=won)
     if STAMP:
         stamp(row, table, of, here, origin, control)
     key = row.to(tl.int64) + tl.load(of + BASE)
-    tl.store(keys + start + o, tl.where(here, key, -1).to(keys.dtype.element_ty), mask=m)
+    tl.store(keys + start + o, tl.where(here, key, code).to(keys.dtype.element_ty), mask=m)
 
 
 @triton.jit(do_not_specialize=["room"])
@@ -392,7 +412,8 @@ def room_left(described, origin, TABLES: tl.constexpr):
     state, words = longs(origin, of, STATE), longs(origin, of, WORDS)
     rows = tl.load(state + ROOM) - tl.load(state + NEXT) + tl.load(state + FREE) - tl.load(state + TAKEN)
     slots = tl.load(words + BUCKETS) * FULL - tl.load(words + SIZE)
-    return tl.minimum(tl.min(tl.minimum(rows, slots), axis=0), 0x7FFFFFFF)
+    least = tl.where(tl.load(of + EVICTS) == 2, 0x7FFFFFFF, tl.minimum(rows, slots))  # for others rows leave
+    return tl.minimum(tl.min(least, axis=0), 0x7FFFFFFF)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ a pointer to anywhere. Units, and not addresses, so that the compiler knows how 
 import triton
 import triton.language as tl
 
-from shoal.table.cuda.kernels.index import EMPTY, MOVED, ROOM, _places
+from shoal.table.cuda.kernels.index import EMPTY, EPOCH, MOVED, ROOM, _places
 from shoal.table.cuda.kernels.rows import first_weights
 
 # Words of a description.
@@ -28,7 +28,13 @@ SEED = tl.constexpr(12)
 TIMED = tl.constexpr(13)
 TRACKED = tl.constexpr(14)
 BASE = tl.constexpr(15)  # of its rows among those of all tables
-DESCRIBED = tl.constexpr(16)
+EVICTS = tl.constexpr(16)  # 0: it grows; 1: it has a budget; 2: and has all the memory that it may have
+SCORES = tl.constexpr(17)
+BUDGET = tl.constexpr(18)
+PINNED_IDS = tl.constexpr(19)
+DESCRIBED = tl.constexpr(20)
+
+TABLES_AT = tl.constexpr(8)  # in a group's control block: times, and whether they are of the clock, for each table
 
 UNKNOWN = tl.constexpr(-1)
 PADDING = tl.constexpr(-2)  # where an id is that stands for none
@@ -126,6 +132,23 @@ def still(row, id_at, versions, table, of, m, origin, SINGLE: tl.constexpr):
         id = tl.load(id_at, mask=look, other=0)
         row = tl.where(look, locate(id, of, look, origin, SINGLE), row)
     return row
+
+
+@triton.jit
+def stamp(row, table, of, m, origin, control):
+    """The time of the update, and the epoch, to rows; where a table goes by the clock a later time stays."""
+    timed = m & (tl.load(of + TIMED) != 0)
+    if tl.max(timed.to(tl.int32), axis=0) > 0:
+        at = ints(origin, of, TIMES) + row
+        last = tl.load(at, mask=timed, other=0)
+        time = (tl.load(control + TABLES_AT + table * 2) + row.to(tl.int64) * 0).to(tl.int32)
+        later = tl.load(control + TABLES_AT + table * 2 + 1) != 0
+        keep = later & (last.to(tl.uint32, bitcast=True) > time.to(tl.uint32, bitcast=True))
+        tl.store(at, time, mask=timed & (keep == 0) & (last != time))
+    tracked = m & (tl.load(of + TRACKED) != 0)
+    if tl.max(tracked.to(tl.int32), axis=0) > 0:
+        epoch = tl.load(longs(origin, of, STATE) + EPOCH)
+        tl.store(ints(origin, of, EPOCHS) + row, (epoch + row.to(tl.int64) * 0).to(tl.int32), mask=tracked)
 
 
 @triton.jit(do_not_specialize=["n", "only", "features", "jump", "each", "padding"])

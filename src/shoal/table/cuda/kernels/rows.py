@@ -65,19 +65,23 @@ def fresh(
     rows, ids, arena, out, n, seed, low, high, last, accumulator, beta1, beta2,
     INIT: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     WEIGHT: tl.constexpr, STATE: tl.constexpr, VECTORS: tl.constexpr, TAIL: tl.constexpr, DIM: tl.constexpr,
-    ALL: tl.constexpr, OUT: tl.constexpr, CLEAN: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    ALL: tl.constexpr, OUT: tl.constexpr, REFUSED: tl.constexpr, CLEAN: tl.constexpr, BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
     """A segment of the rows marked FRESH (ALL: of every row) as new ones have it.
 
-    OUT also writes their weights to ``out [n, DIM]``; CLEAN takes the mark away. A program looks at SPAN rows, and does
-    nothing more when none of them is fresh.
+    OUT also writes their weights to ``out [n, DIM]``, and with REFUSED those of ids that have no row; CLEAN takes the
+    mark away. A program looks at SPAN rows, and does nothing more when none of them is fresh.
     """
     begin = tl.program_id(0).to(tl.int64) * SPAN
     spots = begin + tl.arange(0, SPAN)
-    codes = tl.load(rows + spots, mask=spots < n, other=-1)
+    codes = tl.load(rows + spots, mask=spots < n, other=0)
     any_here = codes >= 0
     if ALL == 0:
         any_here = any_here & ((codes & FRESH) != 0)
+    if REFUSED:
+        any_here = any_here | (codes < 0)
+    any_here = any_here & (spots < n)
     if tl.max(any_here.to(tl.int32), axis=0) > 0:
         for at_ in range(0, SPAN, BLOCK):
             o = begin + at_ + tl.arange(0, BLOCK)
@@ -87,10 +91,13 @@ def fresh(
                 here = here & ((code & FRESH) != 0)
             at = (code & ROW).to(tl.int64) * STRIDE
             d = tl.arange(0, WIDTH)
-            m = here[:, None] & (d < D)[None, :]
-            id = tl.load(ids + o, mask=here, other=0)
+            shown = here
+            if REFUSED:
+                shown = here | ((code < 0) & (o < n))
+            id = tl.load(ids + o, mask=shown, other=0)
             w = first_weights(id, d, seed, low, high, last, INIT, INDEX)
             if OUT:
+                m = shown[:, None] & (d < D)[None, :]
                 tl.store(out + o[:, None] * DIM + WEIGHT + d[None, :], w, mask=m)
             _start_rows(arena, at, w, here, d, accumulator, beta1, beta2, D, WIDTH, WEIGHT, STATE, VECTORS, TAIL, BLOCK)
             if CLEAN:
@@ -116,13 +123,18 @@ def gather(
     rows, arena, out, n,
     SKIP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copies of the weights; zeros for row -1. SKIP leaves out rows marked FRESH, which `fresh` has written."""
+    """Copies of the weights; zeros for row -1. SKIP leaves out rows marked FRESH, which `fresh` has written.
+
+    With SKIP of 2 it has written those of row -1, too.
+    """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     code = tl.load(rows + o, mask=o < n, other=-1)
     d = tl.arange(0, WIDTH)
     m = (o < n)[:, None] & (d < D)[None, :]
-    if SKIP:
+    if SKIP == 1:
         m = m & ((code < 0) | ((code & FRESH) == 0))[:, None]
+    elif SKIP == 2:
+        m = m & ((code >= 0) & ((code & FRESH) == 0))[:, None]
     at = (code & ROW).to(tl.int64) * STRIDE
     w = tl.load(arena + at[:, None] + d[None, :], mask=m & (code >= 0)[:, None], other=0.0)
     tl.store(out + o[:, None] * D + d[None, :], w, mask=m)

@@ -71,6 +71,11 @@ class Counts:
         check_lost(counts[LOST])
         return counts[COMMON + ik.SIZE.value :: WORDS]
 
+    def rows_left(self) -> Tensor:
+        """Rows that nobody has, on the device."""
+        words = self.words
+        return (words[FREE] + words[ROOM] - words[NEXT] - words[TAKEN]).clamp(min=0)
+
     def sure_sizes(self) -> list[int]:
         """Ids of each table when the host last knew."""
         return self._known[COMMON + ik.SIZE.value :: WORDS]

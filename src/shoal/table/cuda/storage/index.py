@@ -55,6 +55,10 @@ class Index:
         stores = (self.keys, self.rows, self.stash_keys, self.stash_rows, self.free_rows)
         return sum(store.bytes() for store in stores) + self.arena.bytes()
 
+    def cells(self, buckets: int) -> int:
+        """Cells of the stash of so many buckets."""
+        return stash_cells(buckets)
+
     # --- ids ----------------------------------------------------------------------------------------------------------
 
     def _index_arguments(self, table: int | Tensor) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
@@ -126,7 +130,7 @@ class Index:
 
     def chunks(self, table: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """All ids of a table, some at a time: ids, their rows, and their slots for `erase_slots`. Waits."""
-        cells = stash_cells(self._buckets[table])
+        cells = self.cells(self._buckets[table])
         stores = ((self.keys, self.rows, (self._buckets[table] + 1) * 8), (self.stash_keys, self.stash_rows, cells))
         for in_stash, (keys, rows, size) in enumerate(stores):
             for begin in range(0, size, _SCANNED):
@@ -160,7 +164,7 @@ class Index:
         self.counts.set_of(table, ik.LOW_MASK.value, (1 << (buckets.bit_length() - 1)) - 1)
 
     def _new_stash(self, table: int, buckets: int) -> None:
-        cells = stash_cells(buckets)
+        cells = self.cells(buckets)
         self.stash_keys.grow(table, cells)
         self.stash_rows.grow(table, cells)
         self.stash_keys.tensor[table, :cells].fill_(EMPTY)
@@ -168,7 +172,7 @@ class Index:
         self.counts.set_of(table, ik.STASH_MASK.value, cells - 1)
 
     def _grow_index(self, table: int, buckets: int, empty: bool) -> None:
-        slots, cells = (buckets + 1) * 8, stash_cells(buckets)
+        slots, cells = (buckets + 1) * 8, self.cells(buckets)
         # All memory first: when there is not enough, nothing has changed.
         self.keys.grow(table, slots)
         self.rows.grow(table, slots)
@@ -192,7 +196,7 @@ class Index:
         return None
 
     def _stash_image(self, table: int) -> tuple[Tensor, Tensor]:
-        cells = stash_cells(self._buckets[table])
+        cells = self.cells(self._buckets[table])
         return self.stash_keys.tensor[table, :cells].clone(), self.stash_rows.tensor[table, :cells].clone()
 
     def _restash(self, table: int, image: tuple[Tensor, Tensor]) -> None:

@@ -13,7 +13,8 @@ from shoal.table.cuda.kernels import index as ik
 from shoal.table.cuda.launch import cdiv, launch
 from shoal.table.cuda.layout import RowLayout
 from shoal.table.cuda.storage import counts as c
-from shoal.table.cuda.storage.index import Index
+from shoal.table.cuda.storage.allowance import IDS_OF_BUCKET, Allowance
+from shoal.table.cuda.storage.index import Index, stash_cells
 from shoal.table.cuda.storage.turn import Turn
 
 ROW = ik.ROW.value
@@ -24,11 +25,16 @@ class Storage(Index):
     """An `Index` that several threads and streams may use, by turns."""
 
     max_load = ik.FULL.value / 8
-    most_buckets = 1 << 40
-    """Buckets of a table that has as many ids as its budget allows."""
 
-    def __init__(self, layout: RowLayout, device: torch.device, tables: int = 1) -> None:
+    def __init__(
+        self, layout: RowLayout, device: torch.device, tables: int = 1, allowance: Allowance | None = None
+    ) -> None:
         super().__init__(layout, device, tables)
+        self.allowance = allowance
+        """What it may take, where its only table has a budget."""
+        if allowance is not None:
+            self.max_load = IDS_OF_BUCKET / 8
+            self.arena.keep_scores()
         self.kept: dict[Any, Any] = {}
         """What callers made once for many batches, such as learning rates on the device."""
         self.epoch = 0
@@ -86,16 +92,36 @@ class Storage(Index):
         self._recall()
         self.counts.start()
         self.counts.set(c.ROOM, self.arena.room)
+        least = 16 if interpreted() else 1024
+        if self.allowance is not None:
+            least = min(least, self.allowance.buckets(self.allowance.rows))
         for table in range(self.tables):
-            self._new_index(table, 16 if interpreted() else 1024)
+            self._new_index(table, least)
+        if self.allowance is not None:
+            self.allowance.full = False
+            if not self.allowance.settle(self):
+                raise CapacityError(f"an empty table takes {self.bytes() >> 10} KiB, more than its budget has left")
+            if self.allowance.small:
+                self._grow([self.allowance.rows])
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether its table has a budget and all of the memory that it may have: from now on rows leave."""
+        return self.allowance is not None and self.allowance.full
+
+    def cells(self, buckets: int) -> int:
+        """Of the stash; with a budget few ids come there."""
+        return stash_cells(buckets if self.allowance is None else -(-buckets // 8))
 
     def make_room(self, counts: list[int]) -> None:
         """Makes sure that so many new ids of each table fit. Waits for the device only when they might not.
 
+        Those that a budget has no room for are not counted: rows leave for them.
+
         Raises:
             CapacityError: the GPU is full; the storage is as it was.
         """
-        if capturing(self.device):
+        if capturing(self.device) or self.at_limit:
             return
         for account in self.turn.accounts():
             account.settle()
@@ -124,7 +150,7 @@ class Storage(Index):
     def expect_replays(self) -> None:
         """A graph that inserts ids is being captured."""
         self.replayed = True
-        if not self.arena.tracked:
+        if not self.arena.tracked or self.allowance is not None:  # or nobody is told which rows leave
             self.untracked_graph = True
 
     def _recall(self) -> None:
@@ -133,6 +159,8 @@ class Storage(Index):
 
     def sure(self) -> int:
         """Ids that fit, whatever they are."""
+        if self.at_limit:
+            return 1 << 30
         none = [0] * self.tables
         left = [
             self._capacity(buckets) - size
@@ -150,15 +178,31 @@ class Storage(Index):
         return int(buckets * 8 * self.max_load)
 
     def _grow(self, counts: list[int]) -> None:
+        if self.allowance is not None:
+            return self._grow_within(self.allowance, counts)
         rows = self.counts.rows_needed(counts)
         if rows > self.arena.room:
             self._grow_rows(rows)
         for table, size in enumerate(self.counts.sizes_needed(counts)):
             buckets = self._buckets[table]
             while self._capacity(buckets) < size:
-                buckets = min(buckets * (2 if buckets >= 1 << 20 else 4), max(self.most_buckets, buckets + 1))
+                buckets *= 2 if buckets >= 1 << 20 else 4
             if buckets > self._buckets[table]:
                 self._grow_index(table, buckets, empty=size == counts[table])
+        return None
+
+    def _grow_within(self, allowance: Allowance, counts: list[int]) -> None:
+        """Rows and index together, as far as a budget allows."""
+        have = self.arena.room - 1
+        needed = max(self.counts.rows_needed(counts) - 1, self.counts.sizes_needed(counts)[0])
+        rows = allowance.grow(self, have, needed)
+        if rows > have:
+            self.arena.set_room(rows + 1)
+            buckets = allowance.buckets(rows)
+            if buckets > self._buckets[0]:
+                self._grow_index(0, buckets, empty=self.counts.is_empty(0))
+            self.counts.set(c.ROOM, rows + 1)
+        self.arena.tell()
 
     def _grow_rows(self, rows: int) -> None:
         self.counts.set(c.ROOM, self.arena.grow(rows))
@@ -243,6 +287,7 @@ class Storage(Index):
         if counts[c.LOST]:
             rows = rows[rows > 0]  # ids that found no room have row 0, which is nobody's
         self.free_rows.tensor[0, : rows.numel()] = rows
+        self.arena.forget_scores(rows)
         self.counts.set(c.NEXT, counts[c.NEXT] + max(0, counts[c.TAKEN] - counts[c.FREE]))
         self.counts.set(c.FREE, rows.numel())
         self.counts.set(c.TAKEN, 0)

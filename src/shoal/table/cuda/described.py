@@ -83,8 +83,15 @@ class Described:
         places += [storage.counts.of(number), storage.counts.words, storage.free_rows.tensor, arena.tensor]
         places += [arena.times.tensor, arena.times.tensor if arena.epochs is None else arena.epochs.tensor]
         places.append(table._judge.skip_counter())
+        budget, none = table._budget, arena.times.tensor
+        kept = [none] * 3
+        if budget is not None and arena.scores is not None:
+            kept = [arena.scores.tensor, budget.words, budget.pinned]
         begin = self.origin.data_ptr()
+        units = [(place.data_ptr() - begin) // 16 for place in places + kept]
+        evicts = 0 if budget is None else 2 if storage.at_limit else 1
         return [
-            *((place.data_ptr() - begin) // 16 for place in places),
-            signed(storage.salt), signed(table._seed), int(arena.timed), int(arena.tracked), base,
+            *units[: len(places)],
+            signed(storage.salt), signed(table._seed), int(arena.timed), int(arena.tracked), base, evicts,
+            *units[len(places) :],
         ]  # fmt: skip

@@ -1,0 +1,134 @@
+# pyrefly: ignore-errors
+"""What a budget's policy keeps of each row, in kernels: a word by row number, and which of two rows leaves first.
+
+A word has 30 bits of the policy's (csrc/table/budget/policy.h has 32), one for pinned ids, and one for rows that stay
+for now: the call that runs works on them, or they are nobody's.
+
+    lru        the number of the call that wrote the row last
+    lfu        18 bits: writes; below them 12 bits of a coarse clock, so that of equal ones the older leaves
+    epoch_lru  12 bits: the epoch of the last write; below them 18 bits of the coarse clock, which starts with an epoch
+    epoch_lfu  12 bits: the epoch of the last write; below them 18 bits: writes
+    score      the upper bits of a float of the user's, as an integer of the same order
+
+Clocks, limits and counters of a table are in its budget's words in device memory, so that a captured graph moves them.
+"""
+
+import triton
+import triton.language as tl
+
+HELD = tl.constexpr(1)
+PINNED = tl.constexpr(2)
+SHIFT = tl.constexpr(2)
+VALUE = tl.constexpr((1 << 30) - 1)
+CLOCK_BITS = tl.constexpr(12)
+CLOCK = tl.constexpr((1 << 12) - 1)
+LOW_BITS = tl.constexpr(18)
+LOW = tl.constexpr((1 << 18) - 1)
+
+LRU, LFU, EPOCH_LRU, EPOCH_LFU, SCORE = (tl.constexpr(number) for number in range(5))
+
+# Words of a table's budget.
+POLICY = tl.constexpr(0)
+CALL = tl.constexpr(1)
+COARSE = tl.constexpr(2)
+COARSE_BEGAN = tl.constexpr(3)  # rows made when the coarse clock advanced last
+COARSE_ROWS = tl.constexpr(4)  # rows that are made between
+EPOCH = tl.constexpr(5)
+EPOCH_BEGAN = tl.constexpr(6)  # seconds
+EPOCH_S = tl.constexpr(7)
+NOW_S = tl.constexpr(8)  # the latest time of a write
+MIN_AGE_S = tl.constexpr(9)
+IF_BETTER = tl.constexpr(10)
+SCORED = tl.constexpr(11)  # whether rows that are written without a score get the next one; else new ones alone
+SCORE_OF_ALL = tl.constexpr(12)
+PINS = tl.constexpr(13)  # ids in the list of pinned ones
+SMALL = tl.constexpr(14)  # whether exactly the rows leave that the policy wants least
+COMING = tl.constexpr(15)  # new ids of the call that runs
+CREATED = tl.constexpr(16)
+WRITTEN = tl.constexpr(17)  # occurrences of ids that have a row, new ones too
+EVICTED = tl.constexpr(18)
+REFUSED = tl.constexpr(19)
+AGE_SUM = tl.constexpr(20)
+AGE_MIN = tl.constexpr(21)
+AGE_MAX = tl.constexpr(22)
+TYPICAL = tl.constexpr(23)  # of `Lru`: the mean key of the rows that left for the ids of the last call; -1: unknown
+LEFT_KEYS = tl.constexpr(24)  # the sum of those of this call
+LEFT = tl.constexpr(25)  # and how many there are
+BUDGET_WORDS = tl.constexpr(26)
+
+
+@triton.jit
+def tick(budget, time, m):
+    """Begins a call at ``time`` (0: none is given): the clocks of the tables whose words ``budget`` points to."""
+    call = tl.load(budget + CALL, mask=m, other=0)
+    made = tl.load(budget + CREATED, mask=m, other=0)
+    coarse = tl.load(budget + COARSE, mask=m, other=0)
+    epoch = tl.load(budget + EPOCH, mask=m, other=0)
+    late = made - tl.load(budget + COARSE_BEGAN, mask=m, other=0) > tl.load(budget + COARSE_ROWS, mask=m, other=0)
+    began = tl.load(budget + EPOCH_BEGAN, mask=m, other=0)
+    length = tl.load(budget + EPOCH_S, mask=m, other=0)
+    over = (length > 0) & (time > began) & (time - began >= length)
+    next_epoch = over & (began > 0)
+    now = tl.load(budget + NOW_S, mask=m, other=0)
+    policy = tl.load(budget + POLICY, mask=m, other=0)
+    left = tl.load(budget + LEFT, mask=m, other=0)
+    typical = tl.load(budget + LEFT_KEYS, mask=m, other=0) // tl.maximum(left, 1)
+    tl.debug_barrier()
+    tl.store(budget + TYPICAL, typical, mask=m & (left > 0))
+    tl.store(budget + LEFT_KEYS, call * 0, mask=m)
+    tl.store(budget + LEFT, call * 0, mask=m)
+    tl.store(budget + CALL, call + 1, mask=m)
+    tl.store(budget + COARSE_BEGAN, made, mask=m & late)
+    coarse = tl.where(next_epoch & (policy == EPOCH_LRU), 0, coarse + late.to(tl.int64))
+    tl.store(budget + COARSE, coarse, mask=m)
+    tl.store(budget + EPOCH, epoch + 1, mask=m & next_epoch)
+    tl.store(budget + EPOCH_BEGAN, time, mask=m & over)
+    tl.store(budget + NOW_S, tl.maximum(now, time), mask=m)
+    tl.store(budget + COMING, call * 0, mask=m)
+
+
+@triton.jit
+def order(word, budget, LRU_: tl.constexpr):
+    """Keys of words of one table, int32: the row with the lowest leaves first. LRU_: its policy is that."""
+    value = (word >> SHIFT) & VALUE
+    policy = tl.load(budget + POLICY)
+    call = (tl.load(budget + CALL) & VALUE).to(tl.int32)
+    lru = (value - call - 1) & VALUE
+    if LRU_:
+        key = lru
+    else:
+        coarse = (tl.load(budget + COARSE) & CLOCK).to(tl.int32)
+        epoch = (((tl.load(budget + EPOCH) + 1) << LOW_BITS) & VALUE).to(tl.int32)
+        lfu = (value & (VALUE - CLOCK)) | ((value - coarse - 1) & CLOCK)
+        other = tl.where(policy == SCORE, value, (value - epoch) & VALUE)
+        key = tl.where(policy == LRU, lru, tl.where(policy == LFU, lfu, other))
+    return key
+
+
+@triton.jit
+def written(word, budget, given, GIVEN: tl.constexpr):
+    """What words of one table are after another write; ``given`` are the codes of scores (`score_code`)."""
+    value = (word >> SHIFT) & VALUE
+    policy = tl.load(budget + POLICY)
+    call = (tl.load(budget + CALL) & VALUE).to(tl.int32)
+    coarse = tl.load(budget + COARSE)
+    epoch = (tl.load(budget + EPOCH) & CLOCK).to(tl.int32) << LOW_BITS
+    lfu = (tl.minimum((value >> CLOCK_BITS) + 1, LOW) << CLOCK_BITS) | (coarse & CLOCK).to(tl.int32)
+    epoch_lru = epoch | tl.minimum(coarse, LOW).to(tl.int32)
+    epoch_lfu = epoch | tl.minimum((value & LOW) + 1, LOW)
+    if GIVEN:
+        score = given
+    else:
+        every = tl.load(budget + SCORED) != 0
+        score = tl.where(every | (value == 0), tl.load(budget + SCORE_OF_ALL).to(tl.int32), value)
+    other = tl.where(policy == EPOCH_LRU, epoch_lru, tl.where(policy == EPOCH_LFU, epoch_lfu, score))
+    after = tl.where(policy == LRU, call, tl.where(policy == LFU, lfu, other))
+    return (after << SHIFT) | (word & PINNED)
+
+
+@triton.jit
+def score_code(score):
+    """30 bits that have the order of floats."""
+    bits = score.to(tl.int32, bitcast=True)
+    code = tl.where(bits < 0, ~bits, bits | -2147483648)
+    return (code >> SHIFT) & VALUE
