@@ -98,7 +98,7 @@ def from_device(tensor: Tensor) -> Tensor:
 def to_device(storage: Storage, table: int, native: _core.Table, restored: Any = None) -> None:
     """Inserts or replaces the rows of a CPU table, a chunk at a time.
 
-    ``restored`` is a `shoal.table.cuda.restored.Restored`, of a table with a budget: which rows fit, and their scores.
+    ``restored`` is a `Restored`, of a table with a budget: which rows fit, and their scores.
 
     Raises:
         CapacityError: the GPU has no room for them; nothing has changed.

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal import _core
-from shoal.table.cuda.arrivals import Arrivals
+from shoal.table.cuda.budgets.arrivals import Arrivals
 
 
 class Marks:

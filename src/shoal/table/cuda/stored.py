@@ -16,12 +16,13 @@ from shoal.table.arguments import as_ids, as_int, as_rows
 from shoal.table.budget.calls import code_scores
 from shoal.table.budget.evicted import EvictionStats, MissRatioCurve
 from shoal.table.checkpoint.copies import about_to_change
-from shoal.table.cuda import bridge, compiled, evicting
-from shoal.table.cuda.arrivals import Arrivals, Sent
+from shoal.table.cuda import bridge, compiled
 from shoal.table.cuda.backend import as_device
-from shoal.table.cuda.budget import GpuBudget
+from shoal.table.cuda.budgets import evicting
+from shoal.table.cuda.budgets.arrivals import Arrivals, Sent
+from shoal.table.cuda.budgets.budget import GpuBudget
+from shoal.table.cuda.budgets.collected import Collected
 from shoal.table.cuda.changes import Changes
-from shoal.table.cuda.collected import Collected
 from shoal.table.cuda.judge import Judge
 from shoal.table.cuda.layout import row_layout
 from shoal.table.cuda.marks import Marks

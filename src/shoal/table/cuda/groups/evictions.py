@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.table.cuda.arrivals import Sent
-from shoal.table.cuda.evicting import HEAD, SMALL_WORK, cell_count, make_exact_room
+from shoal.table.cuda.budgets.arrivals import Sent
+from shoal.table.cuda.budgets.evicting import HEAD, SMALL_WORK, cell_count, make_exact_room
 from shoal.table.cuda.groups.plan import jump_of
 from shoal.table.cuda.kernels import evict as ek
 from shoal.table.cuda.kernels import located as lk

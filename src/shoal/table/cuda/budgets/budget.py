@@ -16,10 +16,10 @@ from shoal import _core
 from shoal.errors import CapacityError, ConfigError
 from shoal.table.budget.evicted import EvictionStats
 from shoal.table.budget.limits import MemoryBudget
-from shoal.table.cuda.collected import Collected
+from shoal.table.cuda.budgets.collected import Collected
+from shoal.table.cuda.budgets.restored import Restored, lasting_of
 from shoal.table.cuda.described import Described
 from shoal.table.cuda.kernels import policy as pk
-from shoal.table.cuda.restored import Restored, lasting_of
 from shoal.table.cuda.storage import Storage
 from shoal.table.cuda.storage.allowance import Allowance
 

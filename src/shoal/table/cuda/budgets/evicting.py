@@ -9,9 +9,9 @@ from torch import Tensor
 
 from shoal.errors import UnsupportedError
 from shoal.table.clock import Now
-from shoal.table.cuda.arrivals import Sent
 from shoal.table.cuda.backend import capturing
-from shoal.table.cuda.budget import GpuBudget, score_codes
+from shoal.table.cuda.budgets.arrivals import Sent
+from shoal.table.cuda.budgets.budget import GpuBudget, score_codes
 from shoal.table.cuda.kernels import evict as ek
 from shoal.table.cuda.kernels import policy as pk
 from shoal.table.cuda.kernels import settle as sk
