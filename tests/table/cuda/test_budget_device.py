@@ -218,7 +218,8 @@ def test_a_captured_step_evicts(rows):
     assert stats.created - stats.evicted == rows
     assert stats.evicted >= rows - 1
     last = held(table)
-    assert (last >= 6 * rows // 6).float().mean() > 0.8  # the newest six batches
+    newest = (last >= 6 * rows // 6).float().mean()  # of the last six batches
+    assert newest > 0.9, newest
     assert torch.isin(ids, last.cuda()).all()
 
 
