@@ -187,6 +187,7 @@ void Table::set_layout(const Layout& layout) {
     throw std::invalid_argument("set_layout needs a layout whose rows look the same");
   Locks<true> lock(*this, kAllStripes);
   std::copy(other.begin(), other.end(), layout_.segments.begin());
+  std::copy(layout.fresh_state.begin(), layout.fresh_state.end(), layout_.fresh_state.begin());
 }
 
 void Table::swap_contents(Table& other) {

@@ -115,5 +115,3 @@ def test_text_messages_are_lines_and_one_that_is_not_spoils_no_other():
     assert [number for number, _ in bad] == [1, 2, 3, 4]
     with pytest.raises(ConfigError, match="columns"):
         decoder(make_format("csv", schema), "csv")
-    with pytest.raises(ConfigError, match="is of files"):
-        decoder(make_format("parquet", schema), "parquet")

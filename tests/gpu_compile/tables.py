@@ -108,6 +108,18 @@ for optimizer in ("sgd", "adagrad", "adam"):
         for weights in (None, torch.ones(64)):
             group.pooled(found, every, torch.arange(0, 65, 8)[:7], weights, out, missing="initial", marks=marks)
             group.update([Part(found, every, out, torch.arange(0, 65, 8)[:7], weights, marks)], step=Step())
+for policy, limit in (
+    ("lru", 1000),
+    ("lru", 60_000),
+    ("lfu", 60_000),
+    ("epoch_lru", 1000),
+    ("epoch_lfu", 1000),
+    ("score", 1000),
+):
+    made = shoal.HashTable(6, optimizer="adagrad", device="cuda", max_rows=limit, evict=policy).reserve(limit)
+    made.assign(ids, torch.ones(64, 6))
+    made.apply_gradients(ids, torch.ones(64, 6), enable_dedup=True)
+    made.lookup(ids, insert_missing=True)
 rounded = HashTable.from_config(of_segments([(3, uniform, rounded)]), name="first", device="cuda")
 rounded.read(ids, initial=True)
 print(*sorted(offline.COMPILED))

@@ -345,7 +345,7 @@ def test_a_distributed_export_that_fails_leaves_nothing_and_the_entry_comes_last
     tool.export(shards, global_step=5, mode=ExportMode.DISTRIBUTED, timestamp=1, with_remote_gpu=True)
     assert named == ["ps_0", "ps_1", "dense_0", "entry"]
     folders = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
-    monkeypatch.setattr("shoal.serving.export.exporter.export_program", lambda *args: 1 / 0)
+    monkeypatch.setattr("shoal.serving.export.exporter.export_program", lambda *args, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tool.export(shards, global_step=6, mode=ExportMode.DISTRIBUTED, timestamp=2)
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == folders

@@ -111,7 +111,7 @@ def test_ranks_export_together(tmp_path):
 def test_of_ranks_that_export_together_one_that_fails_is_told_by_all(tmp_path):
     with pytest.raises(PeerError, match=r"ps_1|rank 1"):
         run_ranks(2, export_of_ranks, str(tmp_path), 1, fails=1)
-    assert not list((tmp_path / "exported_models/entry").iterdir())
+    assert not list(tmp_path.glob("exported_models/entry/*"))
 
 
 def test_what_a_killed_rank_left_is_not_mixed_with_the_next_save(serve, tmp_path):  # noqa: F811

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.background.queue import BoundedQueue
+from shoal.background.queue import EndOfInput as EndOfInput
 from shoal.comm.horovod.hooks import SessionRunHook
 from shoal.errors import ConfigError
 from shoal.ragged import Ragged
