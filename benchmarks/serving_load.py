@@ -299,7 +299,7 @@ def connections(report: Any, folder: Path, quick: bool) -> None:
     path = base.export(folder / "connections", base.trained_table(200_000, "user_connections"), 1)
     server = Served(path, rest_address="127.0.0.1:0", front="native")
     body = b'{"instances": [{"user": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], "dense": [0, 0, 0, 0, 0, 0, 0, 0]}]}'
-    head = f"POST /v1/models/m:predict HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /v1/models/m:predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     hello = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(16) as pool:
 
