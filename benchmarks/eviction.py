@@ -91,7 +91,10 @@ def exact(policy: str, stream: Iterator[np.ndarray], ids: int, capacity: int, ba
         last[batch], there[batch] = number, True
         held = np.flatnonzero(there & (last < number))  # room is made for the batch among the others
         if (over := int(there.sum()) - capacity) > 0:
-            key = last[held] if policy == "lru" else (count[held] << 32) + last[held]
+            if policy == "slru":
+                key = (last[held] - number) * np.where(count[held] > 1, 1, 4)
+            else:
+                key = last[held] if policy == "lru" else (count[held] << 32) + last[held]
             there[held[np.argpartition(key, min(over, len(held) - 1))[:over]]] = False
     return hits / seen
 
@@ -99,7 +102,7 @@ def exact(policy: str, stream: Iterator[np.ndarray], ids: int, capacity: int, ba
 def hits(report: Report, ids: int) -> None:
     batches, size, capacity = 200, ids // 50, ids // 10
     for law, drift in (("Zipf 1.05", 0), ("drifting stream", ids // 2000)):
-        for policy in ("lru", "lfu"):
+        for policy in ("lru", "lfu", "slru"):
             table = shoal.HashTable(1, max_rows=capacity, evict=policy, optimizer="sgd")
             before = table.eviction_stats()
             for number, batch in enumerate(zipf_stream(ids, batches, size, drift, 0), start=1):
@@ -114,17 +117,17 @@ def hits(report: Report, ids: int) -> None:
                        f"{100 * best:.2f} %", 100 * abs(ours - best), 1, at_most=True)  # fmt: skip
 
 
-def auc(report: Report, days: int) -> None:
+def auc(report: Report, days: int, seed: int) -> None:
     from shoal.demo.model import Collisionless
     from shoal.demo.run import train
     from shoal.demo.stream import StreamConfig
     from shoal.nn import HashEmbeddingBag, SparseOptimizer
 
-    config = StreamConfig(days=days)
+    config = StreamConfig(days=days, seed=seed)
     unlimited = train(Collisionless(10**4, config.seed), config)
     rows, results = max(unlimited.rows) // 4, {}
     policies: dict[str, Any] = {
-        "lru": "lru", "lfu": "lfu", "epoch_lfu, a day": shoal.EpochLfu(every="1d"),
+        "lru": "lru", "slru": "slru", "lfu": "lfu", "epoch_lfu, a day": shoal.EpochLfu(every="1d"),
         "epoch_lfu, 3 days": shoal.EpochLfu(every="3d"), "lfu, if_better": shoal.Lfu(admit="if_better"),
         "epoch_lfu, 3 days, if_better": shoal.EpochLfu(every="3d", admit="if_better"),
     }  # fmt: skip
@@ -199,6 +202,7 @@ def main() -> None:
     args.add_argument("--rows", type=int, default=20_000_000, help="of the table whose steps are timed")
     args.add_argument("--ids", type=int, default=1_000_000, help="of the streams whose hits are counted")
     args.add_argument("--days", type=int, default=12, help="of the demo stream")
+    args.add_argument("--seed", type=int, default=0, help="of the demo stream")
     args.add_argument("--kills", type=int, default=50)
     args.add_argument("--only", default="step,hits,auc,kill", help="some of: %(default)s")
     args.add_argument("--write-until-killed", metavar="DIR", help=argparse_hidden())
@@ -213,7 +217,7 @@ def main() -> None:
     if "hits" in wanted:
         hits(report, given.ids)
     if "auc" in wanted:
-        auc(report, given.days)
+        auc(report, given.days, given.seed)
     if "kill" in wanted:
         kill(report, given.kills)
     report.save(given.json)

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "bind/bind.h"
+#include "bind/checks.h"
 #include "table/budget/eviction.h"
 #include "table/table.h"
 
@@ -14,9 +15,11 @@ namespace shoal::bind {
 namespace {
 
 Eviction& eviction_of(const Table& table) {
-  if (!table.eviction()) throw std::invalid_argument("this table has no budget");
+  if (!table.eviction()) throw std::invalid_argument("this table has no budget; create it with max_rows or max_bytes");
   return *table.eviction();
 }
+
+nb::tuple tuple_of(const Curve::Points& points) { return nb::make_tuple(points.rows, points.misses, points.sampled); }
 
 }  // namespace
 
@@ -33,8 +36,7 @@ void budget(nb::module_& m) {
           "__init__",
           [](EvictOptions* self, int policy, int64_t max_rows, std::shared_ptr<Budget> bytes, bool shared,
              uint32_t min_age_s, uint32_t epoch_s, bool if_better) {
-            if (policy < 0 || policy > static_cast<int>(Policy::score)) throw std::invalid_argument("no such policy");
-            new (self) EvictOptions{static_cast<Policy>(policy),
+            new (self) EvictOptions{choice("a policy of eviction", policy, Policy::slru),
                                     max_rows > 0 ? max_rows : Budget::kUnlimited,
                                     std::move(bytes),
                                     shared,
@@ -82,12 +84,6 @@ void budget(nb::module_& m) {
         t.policy_keys(ptr<int64_t>(ids, n), n, lasting, ptr<int64_t>(out, n));
       },
       nb::arg("table"), nb::arg("ids"), nb::arg("n"), nb::arg("out"), nb::arg("lasting") = false, NoGil());
-  m.def(
-      "set_scores",
-      [](Table& t, uintptr_t ids, int64_t n, uintptr_t scores) {
-        t.set_scores(ptr<int64_t>(ids, n), n, ptr<float>(scores, n));
-      },
-      NoGil());
   // Ids whose rows left and ids that were refused since the last call, as bytes; kept from `record_outcomes` on.
   m.def("record_outcomes", [](Table& t, bool on) { eviction_of(t).record(on); });
   m.def("take_outcome", [](Table& t) {
@@ -117,14 +113,18 @@ void budget(nb::module_& m) {
   m.def("set_eviction_counters", [](Table& t, const std::vector<int64_t>& counters) {
     Eviction& e = eviction_of(t);
     std::atomic<int64_t>* all[] = {&e.created, &e.hits, &e.evicted, &e.refused, &e.age_sum, &e.youngest, &e.oldest};
-    if (counters.size() != std::size(all)) throw std::invalid_argument("there must be seven counters");
+    check_equal("the number of counters", static_cast<int64_t>(counters.size()), std::size(all));
     for (size_t i = 0; i < counters.size(); ++i) all[i]->store(counters[i]);
   });
   // Rows of LRU tables, the share of writes that each would not find, and how many writes were sampled for it.
-  m.def("miss_ratio_curve", [](const Table& t) {
-    const Curve::Points points = eviction_of(t).curve.points();
-    return nb::make_tuple(points.rows, points.misses, points.sampled);
-  });
+  m.def("miss_ratio_curve", [](const Table& t) { return tuple_of(eviction_of(t).curve.points()); });
+  // The same of writes elsewhere: the ids whose hash is below ``threshold`` are handed over.
+  nb::class_<Curve>(m, "Curve")
+      .def(nb::init<uint64_t>(), nb::arg("threshold"))
+      .def("sampled",
+           [](Curve& c, uintptr_t ids, int64_t n, int64_t writes) { c.sampled(ptr<int64_t>(ids, n), n, writes); })
+      .def_prop_ro("threshold", &Curve::threshold)
+      .def("points", [](const Curve& c) { return tuple_of(c.points()); });
 }
 
 }  // namespace shoal::bind

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "bind/bind.h"
+#include "bind/checks.h"
 #include "table/budget/eviction.h"
 
 namespace shoal::bind {
@@ -19,12 +20,7 @@ template <class Enum, Enum Segment::* field>
 void def_enum(nb::class_<Segment>& segment, const char* name, int last) {
   segment.def_prop_rw(
       name, [](const Segment& s) { return static_cast<int>(s.*field); },
-      [name, last](Segment& s, int value) {
-        if (value < 0 || value > last)
-          throw std::invalid_argument(std::string(name) + " must be 0.." + std::to_string(last) + ", got " +
-                                      std::to_string(value));
-        s.*field = static_cast<Enum>(value);
-      });
+      [name, last](Segment& s, int value) { s.*field = choice(name, value, static_cast<Enum>(last)); });
 }
 
 void assign(Table& table, void (Table::*write)(const int64_t*, int64_t, const float*, Stamp, bool, const float*),
@@ -150,8 +146,8 @@ void table(nb::module_& m) {
           "apply_gradients",
           [](Table& t, uintptr_t ids, int64_t n, uintptr_t grads, const std::vector<float>& rates, int64_t step,
              uint32_t time, bool dedup, int bad, bool at_least, uintptr_t scores) {
-            if (rates.size() != t.layout().segments.size())
-              throw std::invalid_argument("there must be one learning rate per segment");
+            check_equal("the number of learning rates, one per segment,", static_cast<int64_t>(rates.size()),
+                        static_cast<int64_t>(t.layout().segments.size()));
             try {
               return t.apply_gradients(ptr<int64_t>(ids, n), n, ptr<float>(grads, n), rates.data(), step,
                                        Stamp(time, at_least), dedup, static_cast<BadGradient>(bad), ptr<float>(scores));

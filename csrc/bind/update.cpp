@@ -9,6 +9,7 @@
 #include <string>
 
 #include "bind/bind.h"
+#include "bind/checks.h"
 #include "table/rows/gradients.h"
 
 namespace shoal::bind {
@@ -23,13 +24,16 @@ struct UpdateGroup {
 
   UpdateGroup(const std::vector<Table*>& given, const std::vector<std::string>& given_names) {
     if (given.empty() || given.size() != given_names.size())
-      throw std::invalid_argument("a group must have tables, and a name for each");
+      throw std::invalid_argument("a group must have tables, and a name for each, got " + std::to_string(given.size()) +
+                                  " tables and " + std::to_string(given_names.size()) + " names");
     for (size_t k = 0; k < given.size(); ++k) {
       const auto at = std::find(tables.begin(), tables.end(), given[k]) - tables.begin();
       place.push_back(static_cast<int32_t>(at));
       if (at < static_cast<int64_t>(tables.size())) continue;
       if (given[k]->layout().dim != given[0]->layout().dim)
-        throw std::invalid_argument("the tables of a group must have the same dim");
+        throw std::invalid_argument("the tables of a group must have the same dim, got " +
+                                    std::to_string(given[0]->layout().dim) + " and " +
+                                    std::to_string(given[k]->layout().dim));
       tables.push_back(given[k]);
       names.push_back(given_names[k]);
     }
@@ -37,10 +41,11 @@ struct UpdateGroup {
   }
 
   // Per given table: rates of its segments (table after table), the policy for bad gradients, whether it goes by the
-  // clock. Returns the occurrences skipped per given table; none: empty.
+  // clock, the address and the number of the scores of its ids (no list: none has any). Returns the occurrences skipped
+  // per given table; none: empty.
   std::vector<int64_t> apply(std::vector<GradientPart>& parts, const std::vector<float>& rates, int64_t step,
                              uint32_t time, bool at_least, bool given_time, bool dedup, const std::vector<int>& bad,
-                             const std::vector<bool>& clocked) const {
+                             const std::vector<bool>& clocked, const std::vector<int64_t>& scores) const {
     // Features name the tables that were given; what is joined is of the distinct ones.
     std::vector<FeatureMap> maps;
     if (tables.size() < place.size()) {
@@ -69,10 +74,17 @@ struct UpdateGroup {
       updates.push_back({table, joined.of(place[k]), own, step,
                          given_time || clocked[k] ? Stamp(time, at_least) : Stamp(0), dedup,
                          static_cast<BadGradient>(bad[k])});
+      if (!scores.empty() && scores[2 * k]) {
+        if (scores[2 * k + 1] != updates.back().gradients.n)
+          throw std::invalid_argument("there must be one score per id of a table");
+        updates.back().scores = ptr<float>(static_cast<uintptr_t>(scores[2 * k]));
+      }
       table_of.push_back(k);
       checks |= updates.back().bad != BadGradient::ignore;
     }
-    if (rate != rates.size()) throw std::invalid_argument("there must be one learning rate per segment of each table");
+    if (rate != rates.size())
+      throw std::invalid_argument("there must be one learning rate per segment of each table, got " +
+                                  std::to_string(rates.size()));
     const bool clean = !checks || joined.clean();
     for (Update& update : updates) update.clean = clean;
     try {
@@ -117,12 +129,16 @@ void update(nb::module_& m) {
            // ids and of bags, the floats from one row of grad to the next, and the address of marks (0: none).
            [](const UpdateGroup& group, const std::vector<const FeatureMap*>& features,
               const std::vector<int64_t>& numbers, const std::vector<float>& rates, int64_t step, uint32_t time,
-              bool at_least, bool given_time, bool dedup, const std::vector<int>& bad,
-              const std::vector<bool>& clocked) {
+              bool at_least, bool given_time, bool dedup, const std::vector<int>& bad, const std::vector<bool>& clocked,
+              const std::vector<int64_t>& scores) {
              constexpr size_t kNumbers = 9;
-             if (numbers.size() != kNumbers * features.size() || bad.size() != group.place.size() ||
-                 clocked.size() != group.place.size())
-               throw std::invalid_argument("an update must have nine numbers per part, and settings for every table");
+             const auto settings = static_cast<int64_t>(group.place.size());
+             check_equal("the number of numbers of an update's parts", static_cast<int64_t>(numbers.size()),
+                         static_cast<int64_t>(kNumbers * features.size()));
+             check_equal("the length of bad", static_cast<int64_t>(bad.size()), settings);
+             check_equal("the length of clocked", static_cast<int64_t>(clocked.size()), settings);
+             if (!scores.empty())
+               check_equal("the length of scores", static_cast<int64_t>(scores.size()), 2 * settings);
              std::vector<GradientPart> parts;
              for (size_t k = 0; k < features.size(); ++k) {
                const int64_t* of = numbers.data() + kNumbers * k;
@@ -134,7 +150,7 @@ void update(nb::module_& m) {
                     bags, ptr<float>(static_cast<uintptr_t>(of[4])), ptr<uint8_t>(static_cast<uintptr_t>(of[8]))});
              }
              nb::gil_scoped_release release;
-             return group.apply(parts, rates, step, time, at_least, given_time, dedup, bad, clocked);
+             return group.apply(parts, rates, step, time, at_least, given_time, dedup, bad, clocked, scores);
            });
 }
 

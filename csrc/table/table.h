@@ -136,8 +136,6 @@ class Table {
   // What the policy has kept of ids: their keys, -1 for an id without a row; or what checkpoints have of them
   // (Moment::lasting), 0 for an id without a row.
   void policy_keys(const int64_t* ids, int64_t n, bool lasting, int64_t* out) const;
-  // Overwrites what a policy of scores has kept of ids that have a row.
-  void set_scores(const int64_t* ids, int64_t n, const float* scores);
   // Has somebody know of rows that leave, in place of whoever did so far, until that is dropped.
   void set_keeper(RowKeeper* keeper);
   void drop_keeper(const RowKeeper* keeper);

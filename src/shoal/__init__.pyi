@@ -23,6 +23,7 @@ from shoal.table.budget.policies import EpochLru as EpochLru
 from shoal.table.budget.policies import Lfu as Lfu
 from shoal.table.budget.policies import Lru as Lru
 from shoal.table.budget.policies import Score as Score
+from shoal.table.budget.policies import Slru as Slru
 from shoal.table.config.optim import *
 from shoal.table.table import HashTable as HashTable
 

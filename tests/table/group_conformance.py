@@ -51,6 +51,8 @@ class Kind:
     """What not every kind can do."""
     bags: bool = False
     """Finds get the offsets of bags in place of counts, for kinds whose traits say ``takes_bags``."""
+    rounds: int = 10
+    """How often threads do what they do."""
 
     def same(self, ours: Tensor, want: Tensor) -> None:
         if self.exact:
@@ -485,7 +487,7 @@ def threads_may_use_a_group_at_once(kind: Kind) -> None:
     def work(number: int) -> None:
         try:
             batch = batches[number]
-            for _ in range(10):
+            for _ in range(kind.rounds):
                 parts[number] = batch.part(batch.find("initial"))
                 batch.pooled(parts[number].found, None, "initial")
                 batch.group.update([parts[number]], step=Step())
@@ -498,7 +500,7 @@ def threads_may_use_a_group_at_once(kind: Kind) -> None:
     assert not failed
     assert not any(thread.is_alive() for thread in threads)
     for number in range(4):
-        for _ in range(10):
+        for _ in range(kind.rounds):
             apply(judge, [parts[number]])
     compare(kind, tables, judge, upto=320)
 

@@ -12,7 +12,7 @@ from shoal.errors import ConfigError
 from shoal.table import restore_incremental, save_incremental
 from shoal.table.tracking import TableTracker
 
-POLICIES = ["lru", "lfu", "epoch_lru", "epoch_lfu", "score"]
+POLICIES = ["lru", "slru", "lfu", "epoch_lru", "epoch_lfu", "score"]
 
 
 def make(**options):
@@ -95,6 +95,91 @@ def test_a_policy_of_ones_own_numbers_the_rows():
     for id in range(12):
         bag(torch.tensor([[id]])).sum().backward()
     assert [id for id in held(table) if id % 2 == 0] == held(table)[:3]
+
+
+def test_slru_lets_rows_go_first_that_were_written_once():
+    table = make(max_rows=4, evict="slru")
+    put(table, 1)
+    put(table, 1)  # in two calls
+    put(table, 2, 2)  # in one
+    put(table, 3)
+    put(table, 4)
+    put(table, 5)
+    assert held(table) == [1, 3, 4, 5]  # 2 is 3 calls old and counts as 12, 1 is 4
+    for id in range(6, 12):
+        put(table, id)
+    assert held(table) == [1, 9, 10, 11]  # 9 counts as 12, 1 is 11
+    put(table, 12)
+    put(table, 10)
+    put(table, 13)
+    assert held(table) == [10, 11, 12, 13]  # 11 counts as 12, 1 is 13
+
+
+def test_slru_goes_on_after_a_restore(tmp_path):
+    def fill(table, ids):
+        for id in ids:
+            put(table, id)
+
+    table = make(max_rows=6, evict="slru", name="t")
+    fill(table, (1, 2, 1, 2, 3, 4, 5, 6))
+    save_incremental(table, tmp_path)
+    twin = make(max_rows=6, evict="slru", name="t")
+    restore_incremental(twin, tmp_path)
+    for id in range(7, 20):
+        put(table, id)
+        put(twin, id)
+        assert held(twin) == held(table)
+
+
+class Latest:
+    """The newest rows are the best, and a new id is better than all before it."""
+
+    admit = "if_better"
+
+    def __init__(self):
+        self.now = 0.0
+
+    def scores(self, ids, before, known, *, time_s):
+        self.now += 1.0
+        return torch.full_like(before, self.now)
+
+
+@pytest.mark.parametrize("padding", [None, 0])
+def test_new_ids_of_a_module_have_the_numbers_of_ones_own_policy(padding):
+    table = make(max_rows=21, evict=Latest())
+    bag = shoal.nn.HashEmbeddingBag(table, combiner="sum", padding_idx=padding)
+    for step in range(5):
+        bag([[0, 10 * step + id, 10 * step + id] for id in range(1, 11)]).sum().backward()
+    assert table.eviction_stats().refused == 0
+    assert held(table)[-20:] == list(range(31, 51))
+
+
+def test_tables_of_one_module_have_numbers_by_their_own_policies():
+    tables = {"a": make(max_rows=10, evict=Latest()), "b": make(max_rows=10), "c": make(max_rows=10, evict=Latest())}
+    bag = shoal.nn.HashEmbeddingBag(tables, combiner="sum")
+    for step in range(3):
+        ids = torch.arange(10 * step, 10 * step + 10).unsqueeze(1)
+        bag({"a": ids, "b": ids + 100, "c": ids + 200}).sum().backward()
+    assert held(tables["a"]) == list(range(20, 30))
+    assert held(tables["b"]) == list(range(120, 130))
+    assert held(tables["c"]) == list(range(220, 230))
+
+
+def test_a_small_budget_of_bytes_is_used_up():
+    table = shoal.HashTable(16, max_bytes="5MiB")
+    for start in range(0, 60_000, 2_000):
+        table.assign(torch.arange(start, start + 2_000), torch.zeros(2_000, 16))
+        assert table.memory_bytes() <= 5 << 20
+    assert len(table) * 128 > 0.65 * (5 << 20)  # weights and accumulators
+
+
+def test_numbers_that_mean_nothing_are_refused():
+    table = make(max_rows=4, evict=shoal.Score())
+    for score in (float("nan"), "high"):
+        with pytest.raises(ConfigError, match="must be a number and not NaN"):
+            table.set_score(score)
+    with pytest.raises(ConfigError, match="every must be at least a second"):
+        shoal.EpochLru(every="0d")
 
 
 def test_pinned_and_young_rows_stay():
@@ -242,8 +327,12 @@ def hit_rates(policy, stream, capacity):
         known = [id for id in ids.tolist() if id in scores]
         for id in ids.tolist():
             clock += 1
-            scores[id] = (scores[id][0] + 1 if id in scores and policy == "lfu" else 1, number, clock)
-        for id in sorted(scores, key=scores.__getitem__)[: max(0, len(scores) - capacity)]:
+            scores[id] = (scores[id][0] + 1 if id in scores and policy != "lru" else 1, number, clock)
+        if policy == "slru":
+            order = sorted(scores, key=lambda id: (scores[id][1] - number) * (1 if scores[id][0] > 1 else 4))
+        else:
+            order = sorted(scores, key=scores.__getitem__)
+        for id in order[: max(0, len(scores) - capacity)]:
             del scores[id]
         if counted:
             hits += table.eviction_stats().hits - before
@@ -252,7 +341,7 @@ def hit_rates(policy, stream, capacity):
     return hits / seen, exact_hits / seen
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("policy", ["lru", "slru", "lfu"])
 def test_hit_rates_are_near_those_of_the_exact_policy(policy):
     rng = np.random.default_rng(1)
     shares = np.arange(1, 100_001) ** -1.05

@@ -13,26 +13,31 @@ constexpr double kBins = 8;  // of a doubling
 
 }  // namespace
 
+uint64_t Curve::hash(int64_t id) {
+  // Of its own: that of the index decides about stripes, and a sample must be of all of them.
+  return hash_id(static_cast<uint64_t>(id) + 0x5851F42D4C957F2DULL);
+}
+
 void Curve::wrote(const int64_t* ids, int64_t n, const uint8_t* drop) {
-  // A hash of its own: that of the index decides about stripes, and a sample must be of all of them.
-  uint64_t threshold = threshold_.load(std::memory_order_relaxed);
+  const uint64_t below = threshold();
   std::vector<int64_t> seen;
-  writes_.fetch_add(drop ? std::count(drop, drop + n, 0) : n, std::memory_order_relaxed);
   for (int64_t i = 0; i < n; ++i)
-    if (hash_id(static_cast<uint64_t>(ids[i]) + 0x5851F42D4C957F2DULL) < threshold && !(drop && drop[i]))
-      seen.push_back(ids[i]);
-  if (seen.empty()) return;
+    if (hash(ids[i]) < below && !(drop && drop[i])) seen.push_back(ids[i]);
+  sampled(seen.data(), static_cast<int64_t>(seen.size()), drop ? std::count(drop, drop + n, 0) : n);
+}
+
+void Curve::sampled(const int64_t* ids, int64_t n, int64_t writes) {
+  writes_.fetch_add(writes, std::memory_order_relaxed);
+  if (n == 0) return;
   std::lock_guard lock(mutex_);
-  for (int64_t id : seen) {
-    const uint64_t hash = hash_id(static_cast<uint64_t>(id) + 0x5851F42D4C957F2DULL);
-    if (hash < threshold_.load(std::memory_order_relaxed)) see(id, hash);
-  }
+  for (int64_t i = 0; i < n; ++i)
+    if (const uint64_t own = hash(ids[i]); own < threshold()) see(ids[i], own);
 }
 
 void Curve::see(int64_t id, uint64_t hash) {
   if (tree_.empty()) tree_.assign(kPlaces + 1, 0);
   if (next_ == kPlaces) renumber();
-  const double rate = std::ldexp(static_cast<double>(threshold_.load(std::memory_order_relaxed)), -64);
+  const double rate = std::ldexp(static_cast<double>(threshold()), -64);
   // A sampled write stands for 1 / rate of them.
   ++sampled_;
   total_ += 1 / rate;
@@ -50,16 +55,16 @@ void Curve::see(int64_t id, uint64_t hash) {
 }
 
 void Curve::forget_some() {
-  const uint64_t threshold = threshold_.load() / 2;
+  const uint64_t below = threshold() / 2;
   for (auto at = last_.begin(); at != last_.end();) {
-    if (at->second.hash < threshold) {
+    if (at->second.hash < below) {
       ++at;
     } else {
       add(at->second.place, -1);
       at = last_.erase(at);
     }
   }
-  threshold_.store(threshold);
+  threshold_.store(below);
 }
 
 void Curve::renumber() {

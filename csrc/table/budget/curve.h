@@ -14,8 +14,15 @@ namespace shoal {
 
 class Curve {
  public:
+  static constexpr uint64_t kAtFirst = ~uint64_t{0} >> 3;
+  explicit Curve(uint64_t threshold = kAtFirst) : threshold_(threshold) {}
+
   // Distinct ids of one call, or occurrences in order.
   void wrote(const int64_t* ids, int64_t n, const uint8_t* drop);
+  // The same of a call of ``writes`` ids, of which somebody else has chosen those that may be sampled.
+  void sampled(const int64_t* ids, int64_t n, int64_t writes);
+  static uint64_t hash(int64_t id);  // ids whose hash is below the threshold are sampled
+  uint64_t threshold() const { return threshold_.load(std::memory_order_relaxed); }
 
   struct Points {
     std::vector<int64_t> rows;   // of a table, rising
@@ -37,7 +44,7 @@ class Curve {
     uint32_t place;  // in the order of last writes
   };
   mutable std::mutex mutex_;
-  std::atomic<uint64_t> threshold_{~uint64_t{0} >> 3};  // hashes below are sampled
+  std::atomic<uint64_t> threshold_;
   std::unordered_map<int64_t, Last> last_;
   std::vector<int32_t> tree_;  // a Fenwick tree over places
   uint32_t next_ = 0;

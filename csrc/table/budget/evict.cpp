@@ -318,17 +318,6 @@ void Table::policy_keys(const int64_t* ids, int64_t n, bool lasting, int64_t* ou
   }
 }
 
-void Table::set_scores(const int64_t* ids, int64_t n, const float* scores) {
-  if (!eviction_ || eviction_->options.policy != Policy::score)
-    throw std::invalid_argument("this table's policy has no scores");
-  Locks<true> lock(*this, kAllStripes);
-  for (int64_t i = 0; i < n; ++i) {
-    const uint64_t hash = hash_of(ids[i]);
-    if (Slot slot = contents_->stripes[stripe_of(hash)].index.find(hash, static_cast<uint64_t>(ids[i])))
-      slot.time() = score_code(scores[i]);
-  }
-}
-
 std::unique_ptr<Table> Table::empty_twin() const {
   if (!eviction_) return std::make_unique<Table>(layout_, 0, expected_);
   EvictOptions options = eviction_->options;

@@ -76,7 +76,7 @@ class Eviction {
     const auto high = static_cast<uint32_t>(lasting >> 23),
                low = static_cast<uint32_t>(lasting >> 3) & Moment::kLowMask;
     if ((lasting & 7) != static_cast<uint64_t>(options.policy) + 1) return false;
-    if (options.policy == Policy::lru) raise(call_, high);
+    if (options.policy == Policy::lru || options.policy == Policy::slru) raise(call_, high);
     if (options.policy == Policy::lfu) raise(coarse_, high);
     if (options.policy == Policy::epoch_lru || options.policy == Policy::epoch_lfu) {
       const std::lock_guard lock(loading_);

@@ -5,6 +5,7 @@
 //   epoch_lru  12 bits: the epoch of the last write; below them 20 bits of the coarse clock, which starts with an epoch
 //   epoch_lfu  12 bits: the epoch of the last write; below them 20 bits: writes
 //   score      a float of the user's, as an integer of the same order
+//   slru       31 bits: the number of the call that wrote the row last; 1 bit: whether it was written before that
 //
 // Clocks wrap around: keys are taken relative to now. The coarse clock advances when a thousandth of the rows is new.
 #pragma once
@@ -14,7 +15,7 @@
 
 namespace shoal {
 
-enum class Policy : int32_t { lru, lfu, epoch_lru, epoch_lfu, score };
+enum class Policy : int32_t { lru, lfu, epoch_lru, epoch_lfu, score, slru };
 
 // A float as an integer that has its order; NaN comes last.
 inline uint32_t score_code(float score) {
@@ -34,6 +35,8 @@ struct Moment {
   static constexpr uint32_t kClockMask = (1u << kClockBits) - 1, kLowMask = (1u << kLowBits) - 1;
   // Calls that run at the same time may be ahead of this one by so many.
   static constexpr uint32_t kAhead = 1u << 16;
+  // To slru a row that was written once is so many times as old as one that was written again.
+  static constexpr uint32_t kOnce = 4;
 
   // What a row has after another write.
   uint32_t written(uint32_t had, const float* given) const {
@@ -50,18 +53,23 @@ struct Moment {
         return epoch << kLowBits | std::min((had & kLowMask) + 1, kLowMask);
       case Policy::score:
         return given ? score_code(*given) : scored ? score_code(score) : had;
+      case Policy::slru:
+        return had >> 1 == (call & kCallMask) ? had : call << 1 | 1;
     }
     return had;
   }
   // What a row has after its first one.
   uint32_t fresh(const float* given) const {
+    if (policy == Policy::slru) return call << 1;
     return policy == Policy::score ? score_code(given ? *given : score) : written(0, given);
   }
   // What a row has that was written at a time, in seconds, of which nothing else is known.
-  uint32_t loaded(uint32_t seconds) const { return policy == Policy::lru ? seconds : fresh(nullptr); }
+  uint32_t loaded(uint32_t seconds) const {
+    return policy == Policy::lru ? seconds : policy == Policy::slru ? seconds << 1 : fresh(nullptr);
+  }
   // The same wherever the row goes: in a file, or a table whose clocks are others. 3 bits: the policy + 1; 20 bits:
-  // writes, or the coarse clock in its epoch; 32 bits: the call, the coarse clock, the epoch, or the code of a score.
-  // 0: unknown.
+  // writes (of slru, whether there was more than one), or the coarse clock in its epoch; 32 bits: the call, the coarse
+  // clock, the epoch, or the code of a score. 0: unknown.
   uint64_t lasting(uint32_t has) const {
     uint64_t low = 0, high = has;
     if (policy == Policy::lfu) {
@@ -70,6 +78,9 @@ struct Moment {
     } else if (policy == Policy::epoch_lru || policy == Policy::epoch_lfu) {
       low = has & kLowMask;
       high = epoch + 1 - ((epoch + 1 - (has >> kLowBits)) & kClockMask);
+    } else if (policy == Policy::slru) {
+      low = has & 1;
+      high = call + kAhead - ((call + kAhead - (has >> 1)) & kCallMask);
     }
     return (high & 0xFFFFFFFFu) << 23 | low << 3 | (static_cast<uint64_t>(policy) + 1);
   }
@@ -79,6 +90,7 @@ struct Moment {
     if ((lasting & 7) != static_cast<uint64_t>(policy) + 1) return loaded(seconds);
     if (policy == Policy::lfu) return low << kClockBits | (high & kClockMask);
     if (policy == Policy::epoch_lru || policy == Policy::epoch_lfu) return high << kLowBits | low;
+    if (policy == Policy::slru) return high << 1 | low;
     return high;
   }
   // The lowest leaves first.
@@ -93,15 +105,19 @@ struct Moment {
         return has - ((epoch + 2) << kLowBits);
       case Policy::score:
         return has;
+      case Policy::slru:
+        return slru_key(has, call);
     }
     return has;
   }
   // The same two, and what the next one says, without a branch: for many rows.
   struct Order {
     uint32_t high, low, base, young;
-    bool protects;
-    uint32_t key(uint32_t has) const { return (has & high) | ((has - base) & low); }
-    bool just_written(uint32_t has) const { return protects & (((has - base) & low) >= young); }
+    bool protects, slru = false;
+    uint32_t key(uint32_t has) const { return slru ? slru_key(has, base) : (has & high) | ((has - base) & low); }
+    bool just_written(uint32_t has) const {
+      return slru ? slru_key(has, base) == ~0u : protects & (((has - base) & low) >= young);
+    }
   };
   Order order() const {
     switch (policy) {
@@ -115,6 +131,8 @@ struct Moment {
         return {0, ~0u, (epoch + 2) << kLowBits, 0, false};
       case Policy::score:
         return {0, ~0u, 0, 0, false};
+      case Policy::slru:
+        return {0, ~0u, call, 0, true, true};
     }
     return {};
   }
@@ -127,9 +145,20 @@ struct Moment {
         return ((has - coarse) & kClockMask) <= 1;
       case Policy::epoch_lru:
         return has >> kLowBits == (epoch & kClockMask) && (has & kLowMask) >= std::min(coarse, kLowMask);
+      case Policy::slru:
+        return slru_key(has, call) == ~0u;
       default:
         return false;
     }
+  }
+
+ private:
+  static constexpr uint32_t kCallMask = ~0u >> 1;
+  // From the calls since the last write; all ones: none, or the call that wrote it is ahead of this one.
+  static uint32_t slru_key(uint32_t has, uint32_t call) {
+    const uint32_t since = (call + kAhead - (has >> 1)) & kCallMask;
+    const uint32_t age = std::min(since - std::min(since, kAhead), ~0u / kOnce);
+    return ~(has & 1 ? age : kOnce * age);
   }
 };
 

@@ -10,7 +10,7 @@
 namespace shoal {
 
 TouchedKeys::TouchedKeys(int64_t capacity) : capacity_(capacity) {
-  if (capacity < 0) throw std::invalid_argument("capacity must not be negative, got " + std::to_string(capacity));
+  if (capacity < 0) throw std::invalid_argument("capacity must be >= 0, got " + std::to_string(capacity));
 }
 
 size_t TouchedKeys::first_slot(int64_t id, int32_t table) const {

@@ -21,7 +21,11 @@ std::atomic<T*>* map_pointers(size_t count) {
 }  // namespace
 
 RowArena::RowArena(int32_t stride, Budget* budget, int64_t most)
-    : stride_(stride), shift_(6), budget_(budget), most_(static_cast<uint64_t>(std::min(most, kMost)) + 2) {
+    : stride_(stride),
+      shift_(6),
+      budget_(budget),
+      huge_(!budget || budget->limit() > static_cast<int64_t>(kSmall)),
+      most_(static_cast<uint64_t>(std::min(most, kMost)) + 2) {
   // Slabs of about 16 MiB. At least 64 rows, at most what makes one slab hold a million.
   while (shift_ < 20 && (size_t{1} << (shift_ + 1)) * stride_ <= (size_t{16} << 20)) ++shift_;
   mask_ = (uint32_t{1} << shift_) - 1;
@@ -53,7 +57,7 @@ uint32_t* RowArena::map_numbers() const {
 int64_t RowArena::bytes_of(uint64_t rows) const {
   if (rows == 0) return 0;
   int64_t touched = static_cast<int64_t>(rows) * stride_;
-  if (touched > static_cast<int64_t>(kHuge)) touched = (touched + kHuge - 1) / kHuge * kHuge;
+  if (huge_ && touched > static_cast<int64_t>(kHuge)) touched = (touched + kHuge - 1) / kHuge * kHuge;
   return touched + (budget_ ? static_cast<int64_t>(rows) * 8 : 0) + static_cast<int64_t>(rows >> shift_) * 24 + 24;
 }
 
@@ -68,8 +72,8 @@ void RowArena::map_slabs(uint64_t last) {
   while (mapped_ <= last) {
     if (times_) times_[mapped_].store(map_numbers());
     // The first 2 MiB stay on small pages, so that a small table is small.
-    auto* slab = static_cast<char*>(map_pages(slab_bytes(), mapped_ > 0));
-    if (mapped_ == 0 && slab_bytes() > kHuge) advise_huge(slab + kHuge, slab_bytes() - kHuge);
+    auto* slab = static_cast<char*>(map_pages(slab_bytes(), huge_ && mapped_ > 0));
+    if (huge_ && mapped_ == 0 && slab_bytes() > kHuge) advise_huge(slab + kHuge, slab_bytes() - kHuge);
     slabs_[mapped_].store(slab);
     ++mapped_;
   }
@@ -78,7 +82,7 @@ void RowArena::map_slabs(uint64_t last) {
 // Has pages made that rows will need soon, and the small ones gathered on a huge one once they are full.
 void RowArena::make_ready() {
   const size_t used = next_ * static_cast<size_t>(stride_);
-  if (!gathered_ && kHuge <= std::min(used, slab_bytes())) {
+  if (huge_ && !gathered_ && kHuge <= std::min(used, slab_bytes())) {
     ahead_.gather(slabs_[0].load());
     gathered_ = true;
   }

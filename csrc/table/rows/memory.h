@@ -92,6 +92,7 @@ class RowArena {
   std::atomic<uint32_t*>* epochs_;
   std::atomic<uint32_t*>* times_ = nullptr;
   Budget* budget_;
+  const bool huge_;  // pages, once rows are no longer few: a small budget has no use for the rest of the last one
   const uint64_t most_;
   uint64_t charged_ = 0;  // rows that were asked for
   mutable std::mutex mutex_;

@@ -77,11 +77,13 @@ class EvictionConfig(_message.Message):
         EPOCH_LRU: _ClassVar[EvictionConfig.Policy]
         EPOCH_LFU: _ClassVar[EvictionConfig.Policy]
         SCORE: _ClassVar[EvictionConfig.Policy]
+        SLRU: _ClassVar[EvictionConfig.Policy]
     LRU: EvictionConfig.Policy
     LFU: EvictionConfig.Policy
     EPOCH_LRU: EvictionConfig.Policy
     EPOCH_LFU: EvictionConfig.Policy
     SCORE: EvictionConfig.Policy
+    SLRU: EvictionConfig.Policy
     POLICY_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]

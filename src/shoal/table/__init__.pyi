@@ -17,6 +17,7 @@ from shoal.table.budget.policies import EvictionPolicy as EvictionPolicy
 from shoal.table.budget.policies import Lfu as Lfu
 from shoal.table.budget.policies import Lru as Lru
 from shoal.table.budget.policies import Score as Score
+from shoal.table.budget.policies import Slru as Slru
 from shoal.table.checkpoint import Checkpoint as Checkpoint
 from shoal.table.checkpoint import CheckpointNotFoundError as CheckpointNotFoundError
 from shoal.table.checkpoint import HashFilterCheckpointRestorerListener as HashFilterCheckpointRestorerListener

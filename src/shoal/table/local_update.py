@@ -7,8 +7,7 @@ What it means is `shoal.table.pooling.row_gradients`, followed by ``apply_gradie
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,6 +22,7 @@ from shoal.table.protocol import Features, Part, Step, marks_shape
 
 _EACH = ("sum", "occurrence")
 _int64, _float32 = torch.int64, torch.float32
+_NONE: list[int] = []
 
 
 def update(group: Any, parts: Sequence[Part], step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
@@ -32,13 +32,10 @@ def update(group: Any, parts: Sequence[Part], step: Step, each: Literal["sum", "
     """
     if WAITING:
         about_to_change(*group.tables)
-    updater = _updaters.get(group)
+    updater = getattr(group, "updates", None)
     if updater is None:
-        updater = _updaters[group] = _Updater(group.tables)
+        updater = group.updates = _Updater(group.tables)
     updater.update(parts, step, each)
-
-
-_updaters: weakref.WeakKeyDictionary[Any, _Updater] = weakref.WeakKeyDictionary()
 
 
 class _Updater:
@@ -78,7 +75,7 @@ class _Updater:
         for part in parts:
             features.append(self._feature_map(part.features))
             numbers += self._numbers(part, kept)
-        own = list(self._own_scores(parts, seconds)) if self._own_policies else ()
+        scores: list[int] = self._own_scores(parts, seconds, kept) if self._own_policies else _NONE
         try:
             skipped = self._native.apply(
                 features,
@@ -91,27 +88,30 @@ class _Updater:
                 each == "sum",
                 [table._bad_gradient for table in tables],
                 clocked,
+                scores,
             )
         except ValueError as error:
             raise ConfigError(self._message(str(error))) from None
         for table, count in zip(tables, skipped, strict=False):
             table._count_skipped(count)
-        for table, ids, scores in own:
-            table._set_scores(ids, scores)
 
-    def _own_scores(self, parts: Sequence[Part], seconds: int) -> Iterator[tuple[Any, Tensor, Tensor]]:
-        """The tables that have a policy of the user's, ids that are about to be written, and their new scores."""
-        for place, table in enumerate(self._tables):
+    def _own_scores(self, parts: Sequence[Part], seconds: int, kept: list[Tensor]) -> list[int]:
+        """What `UpdateGroup.apply` takes of tables that have a policy of the user's: for each table the address of the
+        scores of its ids, in the order in which parts and features bring them, and their number."""
+        found: list[int] = []
+        for table in self._tables:
             if table.own_policy is None:
+                found += 0, 0
                 continue
-            ids = [
-                some
-                for part in parts
-                for of, some in zip(part.features.tables, part.found.ids.split(part.found.counts.tolist()), strict=True)
-                if of == place
-            ]
-            distinct = torch.unique(torch.cat(ids)) if ids else torch.empty(0, dtype=_int64, device="cpu")
-            yield table, distinct, table._own_scores(distinct, seconds)
+            ids = [torch.empty(0, dtype=_int64, device="cpu")]
+            for part in parts:
+                features, pieces = part.features, part.found.ids.split(part.found.counts.tolist())
+                own = [one for of, one in zip(features.tables, pieces, strict=True) if self._tables[of] is table]
+                ids += own if features.padding is None else [one[one != features.padding] for one in own]
+            distinct, place = torch.unique(torch.cat(ids), return_inverse=True)
+            kept.append(table._own_scores(distinct, seconds)[place])
+            found += kept[-1].data_ptr(), kept[-1].numel()
+        return found
 
     def _feature_map(self, features: Features) -> _core.FeatureMap:
         """The native form of ``features``; that of the last ones without a look at what they hold."""

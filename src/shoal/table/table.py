@@ -63,8 +63,8 @@ class HashTable(TableBase):
         max_bytes: bytes that index and rows may take: a number, text such as ``"8GiB"``, or a `MemoryBudget` that
             several tables share. Lower it when the machine swaps; raise it when ``eviction_stats().age_mean_s`` is
             shorter than the time between two visits of the same id.
-        evict: which rows leave a full table: `Lru` (the default), `Lfu`, `EpochLru`, `EpochLfu`, `Score`, or a policy
-            of one's own (`EvictionPolicy`). See docs/budgets.md.
+        evict: which rows leave a full table: `Lru` (the default), `Slru`, `Lfu`, `EpochLru`, `EpochLfu`, `Score`, or a
+            policy of one's own (`EvictionPolicy`). See docs/budgets.md.
         lr: overrides the optimizer's learning rate.
         hash_filter: decides whether an id that is not in the table may have a row (`create_hash_filter`).
         on_bad_gradient: what a NaN or infinite gradient does: ``"raise"`` before anything has changed, ``"skip"`` that

@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+from shoal.table import reset_registry
+
 sys.path.insert(0, os.path.dirname(__file__))  # for gpu_tables
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -23,6 +25,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         elif not INTERPRETED and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=NO_DEVICE))
+
+
+@pytest.fixture(autouse=True)
+def names_of_tables_are_free():
+    reset_registry()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import torch
 
+from shoal.table.cuda.backend import interpreted
 from shoal.table.pooling import row_gradients
 from shoal.table.protocol import FIRSTN, MAX, MEAN, SQRTN, SUM, Features, Found, Part, Step, marks_shape
 
@@ -9,6 +10,11 @@ FEATURES = Features(tables=(0, 1, 1), combiners=(SUM, MEAN, SQRTN), columns=(0, 
 MIXED = Features(
     tables=(0, 1, 1), combiners=(MAX, FIRSTN, MEAN), columns=(8, 0, 12), width=16, padding=3, lengths=(1, 2, 1)
 )
+
+
+STEPS = 2 if interpreted() else 3
+ROUNDS = 2 if interpreted() else 10
+"""Of threads at once: the interpreter runs one kernel at a time."""
 
 
 def make_batch(device, n=30, bags=5, low=0, high=50, seed=0, features=FEATURES):

@@ -10,7 +10,7 @@ import torch
 from gpu_tables import assert_same_times, rows_of
 
 import shoal
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnsupportedError
 from shoal.table import (
     SlotOccurrenceThresholdConfig,
     create_hash_filter,
@@ -188,6 +188,42 @@ def test_a_batch_larger_than_the_cache_is_refused(device):
     with pytest.raises(ConfigError, match="must be a CPU table"):
         CachedHashTable(cached, cache_rows=4)
     assert cached.size() == 0
+
+
+class LargeIdsFirst:
+    def scores(self, ids, before, known, *, time_s):
+        return -ids.float()
+
+
+@pytest.mark.parametrize(
+    ("policy", "stay"),
+    [
+        ("lru", [3, 4, 5, 6]), ("slru", [1, 2, 5, 6]), ("lfu", [1, 2, 5, 6]), (shoal.EpochLru(), [3, 4, 5, 6]),
+        ("epoch_lfu", [1, 4, 5, 6]), (LargeIdsFirst(), [1, 2, 3, 6]),
+    ],
+)  # fmt: skip
+def test_rows_leave_a_cache_by_its_policy(policy, stay, device):
+    below = shoal.HashTable(2, initializer="zeros")
+    cached = CachedHashTable(below, cache_rows=4, evict=policy)
+    for id in (1, 1, 1, 2, 2, 3, 4, 5, 6):
+        if id == 4 and "epoch" in str(policy).lower():
+            cached.next_eviction_epoch()
+        cached.assign(torch.tensor([id], device=device), torch.full((1, 2), float(id), device=device))
+    assert (cached.find_rows(torch.arange(1, 7, device=device)) >= 0).nonzero().view(-1).add(1).tolist() == stay
+    assert torch.equal(cached.lookup(torch.tensor([1, 6], device=device)).cpu(), torch.tensor([[1.0] * 2, [6.0] * 2]))
+
+
+def test_policies_that_a_cache_cannot_follow_are_refused(device):
+    below = shoal.HashTable(2, max_rows=100, evict="score")
+    for policy in ("score", shoal.Lru(min_age="1h"), shoal.Lfu(admit="if_better")):
+        with pytest.raises(ConfigError, match="every row of a batch comes into the cache"):
+            CachedHashTable(below, cache_rows=4, evict=policy)
+    cached = CachedHashTable(below, cache_rows=4)
+    with pytest.raises(UnsupportedError, match="does not keep scores; call set_score"):
+        cached.assign(torch.tensor([1], device=device), torch.ones(1, 2, device=device), scores=2.0)
+    cached.set_score(3.0)
+    with pytest.raises(ConfigError, match="next_eviction_epoch needs"):
+        cached.next_eviction_epoch()
 
 
 def test_a_call_that_waits_for_its_prefetch_lets_others_through(device):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from group_batches import ROUNDS
 
 import shoal
 from shoal.table.cuda.groups.fused import FusedGroup
@@ -22,7 +23,7 @@ def _gpu(count, **options):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_group_of_gpu_tables(case, device):
-    case(Kind(make=_gpu, exact=False, device=str(device)))
+    case(Kind(make=_gpu, exact=False, device=str(device), rounds=ROUNDS))
 
 
 def test_tables_made_one_by_one_are_one_group():

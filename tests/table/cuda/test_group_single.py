@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_tables import assert_same_rows, config
+from group_batches import ROUNDS
 
 import shoal
 from shoal.errors import UnsupportedError
@@ -31,7 +32,7 @@ def _cached(count, **options):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_a_group_of_caches(case, device):
-    case(Kind(make=_cached, exact=False, device=str(device)))
+    case(Kind(make=_cached, exact=False, device=str(device), rounds=ROUNDS))
 
 
 def test_a_filter_decides_which_ids_get_a_row(device):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gpu_tables import assert_same_rows, config
-from group_batches import FEATURES, MIXED, make_batch, one_by_one, read, train
+from group_batches import FEATURES, MIXED, STEPS, make_batch, one_by_one, read, train
 
 import shoal
 from shoal.errors import ConfigError
@@ -46,7 +46,7 @@ def test_every_optimizer_steps_as_on_the_cpu(optimizer, deterministic, features,
     cpu = [shoal.HashTable(4, **options) for _ in range(2)]
     gpu = [shoal.HashTable(4, device="cuda", deterministic=deterministic, **options) for _ in range(2)]
     ((group, _),) = groups_of(gpu)
-    for seed in range(3):
+    for seed in range(STEPS):
         batch = make_batch(device, seed=seed, features=features)
         _, marks = train(group, *batch, Step(seed), features)
         one_by_one(cpu, *batch, seed, features, marks)
@@ -59,7 +59,7 @@ def test_rows_of_all_tables_may_have_numbers_beyond_32_bits(optimizer, features,
     cpu = [shoal.HashTable(4, optimizer=optimizer, seed=3) for _ in range(2)]
     gpu = [shoal.HashTable(4, optimizer=optimizer, seed=3, device="cuda") for _ in range(2)]
     ((group, _),) = groups_of(gpu)
-    for seed in range(3):
+    for seed in range(STEPS):
         batch = make_batch(device, seed=seed, features=features)
         _, marks = train(group, *batch, features=features)
         one_by_one(cpu, *batch, 0, features, marks)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.errors import ConfigError, UnsupportedError
+from shoal.errors import ConfigError
 from shoal.table.arguments import as_ids
 from shoal.table.budget.evicted import Collected, EvictionStats, MissRatioCurve
 from shoal.table.budget.policies import Evict
 from shoal.table.config.messages import EvictionConfig
+
+EPOCHS = (EvictionConfig.EPOCH_LRU, EvictionConfig.EPOCH_LFU)
+"""Policies that have epochs."""
 
 
 class BudgetCalls:
@@ -100,17 +104,20 @@ class BudgetCalls:
         None: rows keep the score that they have, and new ones get 0.
         """
         self._check_scores()
-        _core.set_eviction_score(self._native, score or 0.0, score is not None)
+        try:
+            number = 0.0 if score is None else float(score)
+        except (TypeError, ValueError):
+            number = math.nan
+        if math.isnan(number):
+            raise ConfigError(f"table {self.name!r}: the score must be a number and not NaN, got {score!r}")
+        _core.set_eviction_score(self._native, number, score is not None)
 
     def budget_report(self) -> dict[str, Any]:
         """What the manifest of a checkpoint says of the budget, as JSON: limits, counts and the miss-ratio curve."""
         if not self.has_budget:
             return {}
         limits = {"max_rows": self.max_rows, "max_bytes": self.max_bytes}
-        try:
-            curve = self.miss_ratio_curve().to_json()
-        except UnsupportedError:
-            curve = None
+        curve = self.miss_ratio_curve().to_json()
         return {"budget": {**limits, **self.eviction_stats().to_json(), "curve": curve}}
 
     def _eviction_state(self) -> dict[str, Any]:
@@ -130,7 +137,7 @@ class BudgetCalls:
 
     def _check_epochs(self) -> None:
         self._check_budget("next_eviction_epoch")
-        if self.table_config.eviction.policy not in (EvictionConfig.EPOCH_LRU, EvictionConfig.EPOCH_LFU):
+        if self.table_config.eviction.policy not in EPOCHS:
             raise ConfigError(f"table {self.name!r}: next_eviction_epoch needs evict=EpochLru() or EpochLfu()")
 
     def _check_scores(self) -> None:
@@ -173,9 +180,6 @@ class BudgetCalls:
         _core.policy_keys(self._native, ids.data_ptr(), ids.numel(), keys.data_ptr())
         known = keys >= 0
         return torch.where(known, code_scores(keys), 0.0), known
-
-    def _set_scores(self, ids: Tensor, scores: Tensor) -> None:
-        _core.set_scores(self._native, ids.data_ptr(), ids.numel(), scores.data_ptr())
 
 
 def code_scores(codes: Tensor) -> Tensor:

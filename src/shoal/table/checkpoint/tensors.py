@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,11 +14,6 @@ from shoal.table.table import HashTable
 NAMES = ("ids", "rows", "state", "times", "config", "scales")
 KEPT = "kept"
 """What a table with a budget has besides: what its policy keeps of each row."""
-
-
-def has_table_state(table: Any) -> bool:
-    """Whether `table_state` holds all rows of a table: not of one over ranks or servers, nor of a user's own."""
-    return bool(getattr(table, "local_state", False))
 
 
 def table_state(table: HashTable) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ class DcOptimizer:
             raise ConfigError(f"DcOptimizer: dim_size must be above 0, got {dim_size}")
         config = as_optimizer_config(optimizer)
         if config.WhichOneof("type") == "dc":
-            raise ConfigError("DcOptimizer: it wraps another kind of optimizer than dc")
+            raise ConfigError("DcOptimizer: optimizer must be of another kind than dc, got dc")
         validate_optimizer(config, dim_size, "DcOptimizer: ")
         self.lambda_ = float(lambda_)
         self.dim_size = int(dim_size)

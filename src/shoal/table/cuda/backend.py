@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,12 +10,11 @@ import torch
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.switches import other_program_switch
 
-_INTERPRETED = other_program_switch("TRITON_INTERPRET")
 
-
+@cache
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors (``TRITON_INTERPRET=1`` before the first import)."""
-    return _INTERPRETED
+    return other_program_switch("TRITON_INTERPRET")
 
 
 def as_device(device: Any, name: str) -> torch.device:

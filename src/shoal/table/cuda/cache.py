@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from shoal import _core
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnsupportedError
+from shoal.table.budget.calls import EPOCHS
 from shoal.table.budget.evicted import EvictionStats, MissRatioCurve
-from shoal.table.budget.policies import Lfu, Lru, as_policy
+from shoal.table.budget.policies import Evict, EvictionPolicy
 from shoal.table.checkpoint.copies import about_to_change
 from shoal.table.cuda import bridge
 from shoal.table.cuda.prefetch import Piece, Prefetcher
-from shoal.table.cuda.storage import ROW, Storage
+from shoal.table.cuda.storage import FRESH, ROW, Storage
 from shoal.table.cuda.table import CudaHashTable
+from shoal.table.cuda.uses import Uses
 from shoal.table.table import HashTable
 
 _FETCHERS = 8
@@ -49,9 +51,9 @@ class CachedHashTable(CudaHashTable):
             ``fetched_rows`` climbs by much of every batch.
         device: of the cache.
         timeout: how long a call waits for a prefetch of its ids that is under way.
-        evict: which rows leave the cache: `Lru`, those not used for longest, or `Lfu`, those used by the fewest calls;
-            here reads count, too. A budget of the CPU table stays that table's: `eviction_stats` and the calls like it
-            are its own.
+        evict: which rows leave the cache: a policy of budgets or its name; here reads count, too. `Score` is not one,
+            but an object of yours with a method ``scores`` is. A budget of the CPU table stays that table's:
+            `eviction_stats` and the calls like it are its own.
         deterministic: as of `HashTable`.
     """
 
@@ -64,16 +66,14 @@ class CachedHashTable(CudaHashTable):
         cache_rows: int,
         device: Any = "cuda",
         timeout: timedelta = timedelta(minutes=2),
-        evict: Lru | Lfu | str = "lru",
+        evict: Evict | EvictionPolicy | str = "lru",
         deterministic: bool = False,
     ) -> None:
         if table.on_gpu or table.serving:
             raise ConfigError(f"table {table.name!r}: a cached table must be a CPU table for training")
         if cache_rows < 1:
             raise ConfigError(f"table {table.name!r}: cache_rows must be at least 1, got {cache_rows}")
-        self.evict_policy = as_policy(evict, f"table {table.name!r}")
-        if not isinstance(self.evict_policy, Lru | Lfu) or self.evict_policy != type(self.evict_policy)():
-            raise ConfigError(f"table {table.name!r}: evict of a cache must be Lru() or Lfu(), got {evict!r}")
+        self._uses = Uses(evict, f"table {table.name!r}")
         self.below = table
         self.cache_rows = int(cache_rows)
         self.fetched_rows = 0
@@ -81,7 +81,6 @@ class CachedHashTable(CudaHashTable):
         self.written_rows = 0
         """Changed rows written back so far."""
         self.lock = threading.RLock()
-        self._tick = 0
         self._fetchers: ThreadPoolExecutor | None = None
         self._prefetcher = Prefetcher(self, timeout)
         self._build(
@@ -99,8 +98,7 @@ class CachedHashTable(CudaHashTable):
         self._host.set_scales(table._native.scales())
         self._host.set_calls(table._native.calls())
         self._storage.reserve([self.cache_rows])
-        self._used = torch.zeros(self.cache_rows + 1, dtype=torch.int64, device=self.device)
-        self._uses = torch.zeros_like(self._used, dtype=torch.int32) if isinstance(self.evict_policy, Lfu) else None
+        self._uses.start(self.cache_rows, self.device)
         self._dirty = torch.zeros(self.cache_rows + 1, dtype=torch.bool, device=self.device)
 
     # --- the cache ----------------------------------------------------------------------------------------------------
@@ -136,12 +134,9 @@ class CachedHashTable(CudaHashTable):
 
     def note(self, ids: Tensor) -> Tensor:
         """Marks resident rows as used now; the distinct ids that are not resident."""
-        self._tick += 1
         rows = self.find_rows(ids)
-        at = rows.clamp(min=0).long()
-        self._used[at] = self._tick
-        if self._uses is not None:
-            self._uses[at] = self._uses[at] + 1  # equal ids count once
+        self._uses.begin(self.max_update_time)
+        self._uses.note(ids, rows, new=False)
         return torch.unique(ids[rows < 0])
 
     def fetch(self, asked: Tensor) -> tuple[Tensor, list[Piece]]:
@@ -177,11 +172,8 @@ class CachedHashTable(CudaHashTable):
         rows = self._storage.insert(there, 0, counts=[there.numel()]) & ROW
         self._storage.arena.scatter(rows, words)
         self._storage.arena.set_times(rows, times)
-        at = rows.long()
-        self._used[at] = self._tick
-        if self._uses is not None:
-            self._uses[at] = 1
-        self._dirty[at] = False
+        self._uses.note(there, rows, new=True)
+        self._dirty[rows.long()] = False
         self.fetched_rows += there.numel()
 
     def make_room(self, need: int) -> None:
@@ -191,17 +183,13 @@ class CachedHashTable(CudaHashTable):
         if excess <= 0:
             return
         ids, rows = self._storage.entries(0)
-        used = self._used[rows.long()]
-        idle = int((used < self._tick).sum())
+        order, idle = self._uses.order(rows)
         if excess > idle:
             raise ConfigError(
                 f"table {self.name!r}: a batch needs {resident - idle + need} rows in GPU memory, cache_rows is "
                 f"{self.cache_rows}; raise it or send smaller batches"
             )
         leave = min(idle, max(excess, self.cache_rows // 16))  # some more, so that not every batch has to
-        order = used
-        if self._uses is not None:
-            order = torch.where(used < self._tick, (self._uses[rows.long()].long() << 40) + used, 1 << 62)
         chosen = torch.topk(order, leave, largest=False, sorted=False).indices
         self._write_back(ids[chosen], rows[chosen])
         self._storage.erase(ids[chosen], 0)
@@ -277,6 +265,27 @@ class CachedHashTable(CudaHashTable):
         """As `HashTable.miss_ratio_curve`, of the CPU table."""
         return self.below.miss_ratio_curve()
 
+    def next_eviction_epoch(self) -> int:
+        """Starts an epoch of the cache's policy and of the CPU table's, where they have epochs; its number."""
+        if not self._uses.has_epochs:
+            return self.below.next_eviction_epoch()
+        self._uses.epoch += 1
+        if self.has_budget and self.table_config.eviction.policy in EPOCHS:
+            return self.below.next_eviction_epoch()
+        return self._uses.epoch
+
+    def set_score(self, score: float | None) -> None:
+        """As `HashTable.set_score`, of the CPU table: what rows get that are written back from now on."""
+        self.below.set_score(score)
+
+    def _scores(self, ids: Tensor, scores: Any, seconds: int) -> Tensor | None:
+        if scores is not None:
+            raise UnsupportedError(
+                f"table {self.name!r}: a cache does not keep scores; call set_score(), which counts when rows are "
+                "written back"
+            )
+        return None
+
     def _eviction_state(self) -> dict[str, Any]:
         return self.below._eviction_state()
 
@@ -297,9 +306,9 @@ class CachedHashTable(CudaHashTable):
         if not self._host.has_filter():  # else `_filtered` has brought them
             self._bring(ids, create=True)
         rows = super()._insert(ids, scores, **options)
-        at = rows.clamp(min=0).long() & ROW
-        self._dirty[at] = True
-        self._used[at] = self._tick
+        self._dirty[rows.clamp(min=0).long() & ROW] = True
+        new = (rows >= 0) & (rows & FRESH != 0)
+        self._uses.note(ids[new], rows[new] & ROW, new=True)
         return rows
 
     def _filtered(self, ids: Tensor, *, dedup: bool, remember: bool, skip: Tensor | None = None) -> Tensor | None:

@@ -63,13 +63,13 @@ class StoredTable(HashTable):
         self.deterministic = deterministic
         self._layout = row_layout(self.table_config, self.first_column)
         self._seed = hash_id(self.seed + _GOLDEN)
+        self._arrivals = Arrivals()
         self._budget = GpuBudget(self, self._memory_budget) if self.has_budget and self.grows else None
         self._rounds = any(s.native.stochastic_rounding for s in self._layout.segments)
         self._shared: Storage | None = None
         self._making = threading.Lock()
         self._number = 0
         self._host = _core.Table(layout, self.seed)  # has no rows: the filter, the clock and the scales
-        self._arrivals = Arrivals()
         self._marks: Marks | None = None
         self._judge = Judge(self.name, self.device)
         self._changes = Changes(self)
@@ -263,9 +263,12 @@ class StoredTable(HashTable):
         assert self._budget is not None
         return self._budget.stats()
 
+    @in_turn
     def miss_ratio_curve(self) -> MissRatioCurve:
-        """Refused: ids are not sampled on a GPU."""
-        raise UnsupportedError(f"table {self.name!r}: miss_ratio_curve works on CPU tables")
+        """As `HashTable.miss_ratio_curve`. Waits for the device."""
+        self._check_budget("miss_ratio_curve")
+        assert self._budget is not None
+        return self._budget.sampled.curve()
 
     @in_turn
     def next_eviction_epoch(self) -> int:

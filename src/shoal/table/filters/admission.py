@@ -11,9 +11,6 @@ from shoal.errors import ConfigError
 from shoal.table.config.messages import SlotOccurrenceThresholdConfig
 from shoal.table.config.validate import validate_slot_occurrence_threshold_config
 
-MAX_COUNT = 15
-"""Counts saturate here; as a count it also means that there was no room to count."""
-
 
 class HashFilter(_core.FilterBlock):
     """A block of approximate counts up to 15: 16-bit cells of a 12-bit signature and a 4-bit count.
@@ -263,7 +260,9 @@ def _thresholds(config: bytes | SlotOccurrenceThresholdConfig) -> tuple[int, lis
         try:
             config = SlotOccurrenceThresholdConfig.FromString(bytes(config))
         except Exception as error:
-            raise ConfigError("config is not a serialized SlotOccurrenceThresholdConfig") from error
+            raise ConfigError(
+                f"config must be a serialized SlotOccurrenceThresholdConfig, got {config!r:.80}"
+            ) from error
     validate_slot_occurrence_threshold_config(config)
     overrides = [(item.slot, item.occurrence_threshold) for item in config.slot_occurrence_thresholds]
     return config.default_occurrence_threshold, overrides

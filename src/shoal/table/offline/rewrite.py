@@ -157,7 +157,7 @@ def from_monolith(
         raise ConfigError(f"{source.path} has no table {unknown[0]!r} to rename; it has {list(source.tables)}")
     source = renamed(source, rename)
     if len(set(source.tables)) != len(source.tables):
-        raise ConfigError("two tables would have the same name after --rename")
+        raise ConfigError(f"names of tables must be unique after --rename, got {sorted(source.tables)}")
     sizes: dict[str, int] = dict.fromkeys(source.tables, 0)
     for shard in source.layers[0].shards:
         for name, count in shard.sections:

@@ -18,6 +18,7 @@ from shoal.table.budget.evicted import EvictionStats
 from shoal.table.budget.limits import MemoryBudget
 from shoal.table.cuda.budgets.collected import Collected
 from shoal.table.cuda.budgets.restored import Restored, lasting_of
+from shoal.table.cuda.budgets.sampled import Sampled
 from shoal.table.cuda.described import Described
 from shoal.table.cuda.kernels import policy as pk
 from shoal.table.cuda.storage import Storage
@@ -55,8 +56,11 @@ class GpuBudget:
         words[pk.COARSE_ROWS.value] = (config.max_rows or 1 << 20) // 1024
         self.small = self.allowance().small
         words[pk.SMALL.value] = int(self.small)
-        self.words = torch.tensor(words, dtype=torch.int64, device=table.device)
+        whole = torch.tensor(words + [0] * pk.RING.value, dtype=torch.int64, device=table.device)
+        self.words = whole[: pk.BUDGET_WORDS.value]
         """What kernels read and count (kernels/policy.py)."""
+        rows = config.max_rows or config.max_bytes // (4 * table._layout.stride)
+        self.sampled = Sampled(whole, table._arrivals, rows)
         self.pinned = torch.empty(1, dtype=torch.int64, device=table.device)[:0]
         """Ids that stay, sorted."""
         self.zero = torch.zeros(1, dtype=torch.int32, device=table.device)
@@ -170,6 +174,7 @@ class GpuBudget:
     def set_state(self, storage: Storage, state: dict[str, Any]) -> None:
         counters = list(state["counters"])
         counters[1] += counters[0]
+        self.sampled.start_at(counters[1])
         for word, value in zip(_COUNTERS, counters, strict=True):
             self._set(word, _NEVER if word is pk.AGE_MIN and value < 0 else value)
         self._set(pk.EPOCH, state["epoch"])

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.errors import UnsupportedError
 from shoal.table.budget.evicted import EvictedRows
+
+NOT_COLLECTED = (
+    "table {name!r}: collect_evicted cannot have the rows that leave in a CUDA graph, which eviction_stats() counts; "
+    "train without a graph to collect them"
+)
 
 
 class Collected:
@@ -21,6 +27,8 @@ class Collected:
         self._home: list[tuple[Tensor, ...]] = []
 
     def __enter__(self) -> Collected:
+        if self._table.replayed:
+            raise UnsupportedError(NOT_COLLECTED.format(name=self._table.name))
         self._table._budget.collected = self
         return self
 

@@ -12,6 +12,7 @@ from shoal.table.clock import Now
 from shoal.table.cuda.backend import capturing
 from shoal.table.cuda.budgets.arrivals import Sent
 from shoal.table.cuda.budgets.budget import GpuBudget, score_codes
+from shoal.table.cuda.budgets.collected import NOT_COLLECTED
 from shoal.table.cuda.kernels import evict as ek
 from shoal.table.cuda.kernels import policy as pk
 from shoal.table.cuda.kernels import settle as sk
@@ -79,6 +80,8 @@ def insert(
     comers = torch.empty(n, dtype=torch.int64, device=device)
     listed = budget.collected is not None or table.tells_removed
     if captured:
+        if budget.collected is not None:
+            raise UnsupportedError(NOT_COLLECTED.format(name=table.name))
         storage.expect_replays()
         listed = False
     gone = torch.empty((3, n), dtype=torch.int64, device=device) if listed else comers
@@ -128,6 +131,8 @@ def insert(
         SINGLE=True, TABLES=1, GROUP=False, LRU_=lru, GIVEN=given, ONLY_NEW=only_new, WIDE=False, BLOCK=block,
         num_warps=warps,
     )  # fmt: skip
+    if not captured:
+        budget.sampled.wrote(n)
     if not captured and not storage.at_limit:
         storage.counts.add([n], arena.room)
         for account in storage.turn.accounts():

@@ -16,7 +16,8 @@ from shoal import _core
 from shoal.table.cuda.bridge import copy_with_scores
 from shoal.table.cuda.kernels import policy as pk
 
-LRU, LFU, EPOCH_LRU, EPOCH_LFU, SCORE = (x.value for x in (pk.LRU, pk.LFU, pk.EPOCH_LRU, pk.EPOCH_LFU, pk.SCORE))
+LRU, LFU, EPOCH_LRU, SCORE, SLRU = (x.value for x in (pk.LRU, pk.LFU, pk.EPOCH_LRU, pk.SCORE, pk.SLRU))
+_CALLS = pk.CALLS.value
 _LOW, _HIGH = (1 << 20) - 1, (1 << 32) - 1
 _CLOCK, _VALUE = pk.CLOCK.value, pk.VALUE.value
 
@@ -28,6 +29,9 @@ def lasting_of(values: Tensor, words: list[int]) -> Tensor:
     if policy == LRU:
         call = words[pk.CALL.value]
         high = call - ((call - values) & _VALUE)
+    elif policy == SLRU:
+        call = words[pk.CALL.value]
+        low, high = values & 1, call - ((call - (values >> 1)) & _CALLS)
     elif policy == SCORE:
         high = values << pk.SHIFT.value
     else:
@@ -59,8 +63,8 @@ class Restored:
         words, high, low = self.words, scores >> 23, (scores >> 3) & _LOW
         latest = int(times.max()) if times.numel() else 0
         words[pk.NOW_S.value] = max(words[pk.NOW_S.value], latest)
-        clock = {LRU: pk.CALL.value, LFU: pk.COARSE.value}.get(self._policy, pk.EPOCH.value)
-        if self._policy == LRU and not known:
+        clock = {LRU: pk.CALL.value, SLRU: pk.CALL.value, LFU: pk.COARSE.value}.get(self._policy, pk.EPOCH.value)
+        if self._policy in (LRU, SLRU) and not known:
             words[clock] = max(words[clock], latest)
         if scores.numel() and self._policy != SCORE:
             newest = int(high.max())
@@ -76,6 +80,8 @@ class Restored:
         epoch = (words[pk.EPOCH.value] & _CLOCK) << pk.LOW_BITS.value
         if self._policy == LRU:
             values, others = high, times
+        elif self._policy == SLRU:
+            values, others = high << 1 | low, times << 1
         elif self._policy == LFU:
             values, others = (
                 low.clamp(max=pk.LOW.value) << 12 | (high & _CLOCK),
@@ -97,6 +103,9 @@ class Restored:
             return (values & ~_CLOCK) | ((values - words[pk.COARSE.value] - 1) & _CLOCK)
         if self._policy == SCORE:
             return values
+        if self._policy == SLRU:
+            age = ((words[pk.CALL.value] - (values >> 1)) & _CALLS).clamp(max=_VALUE // pk.ONCE.value)
+            return _VALUE - torch.where((values & 1) != 0, age, age * pk.ONCE.value)
         return (values - ((words[pk.EPOCH.value] + 1) << pk.LOW_BITS.value)) & _VALUE
 
     def choose(self, room: int) -> None:

@@ -110,6 +110,10 @@ class Evictions:
             self._jump,
         )  # fmt: skip
         self.cells = self.comers = self.ids = self.ids[:0]
+        if not group.capturing:
+            for table in group.tables:
+                if table._budget is not None:
+                    table._budget.sampled.wrote(n // len(group.tables))
 
     def _tell(self, group: FusedGroup, gone: Tensor) -> None:
         """Tells who wants to know which ids left, table by table, when the device has."""

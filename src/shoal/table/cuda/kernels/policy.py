@@ -9,6 +9,7 @@ for now: the call that runs works on them, or they are nobody's.
     epoch_lru  12 bits: the epoch of the last write; below them 18 bits of the coarse clock, which starts with an epoch
     epoch_lfu  12 bits: the epoch of the last write; below them 18 bits: writes
     score      the upper bits of a float of the user's, as an integer of the same order
+    slru       29 bits: the number of the call that wrote the row last; 1 bit: whether it was written before that
 
 Clocks, limits and counters of a table are in its budget's words in device memory, so that a captured graph moves them.
 """
@@ -24,8 +25,10 @@ CLOCK_BITS = tl.constexpr(12)
 CLOCK = tl.constexpr((1 << 12) - 1)
 LOW_BITS = tl.constexpr(18)
 LOW = tl.constexpr((1 << 18) - 1)
+CALLS = tl.constexpr((1 << 29) - 1)
+ONCE = tl.constexpr(4)  # to slru a row that was written once is so many times as old (csrc/table/budget/policy.h)
 
-LRU, LFU, EPOCH_LRU, EPOCH_LFU, SCORE = (tl.constexpr(number) for number in range(5))
+LRU, LFU, EPOCH_LRU, EPOCH_LFU, SCORE, SLRU = (tl.constexpr(number) for number in range(6))
 
 # Words of a table's budget.
 POLICY = tl.constexpr(0)
@@ -54,7 +57,11 @@ AGE_MAX = tl.constexpr(22)
 TYPICAL = tl.constexpr(23)  # of `Lru`: the mean key of the rows that left for the ids of the last call; -1: unknown
 LEFT_KEYS = tl.constexpr(24)  # the sum of those of this call
 LEFT = tl.constexpr(25)  # and how many there are
-BUDGET_WORDS = tl.constexpr(26)
+SAMPLE_BELOW = tl.constexpr(26)  # writes of ids whose hash is lower are sampled
+SAMPLED = tl.constexpr(27)  # how many were; the last of them are in the ring
+BUDGET_WORDS = tl.constexpr(28)
+
+RING = tl.constexpr(1 << 15)  # ids behind the words
 
 
 @triton.jit
@@ -101,6 +108,8 @@ def order(word, budget, LRU_: tl.constexpr):
         epoch = (((tl.load(budget + EPOCH) + 1) << LOW_BITS) & VALUE).to(tl.int32)
         lfu = (value & (VALUE - CLOCK)) | ((value - coarse - 1) & CLOCK)
         other = tl.where(policy == SCORE, value, (value - epoch) & VALUE)
+        age = tl.minimum((call - (value >> 1)) & CALLS, VALUE // ONCE)
+        other = tl.where(policy == SLRU, VALUE - tl.where((value & 1) != 0, age, age * ONCE), other)
         key = tl.where(policy == LRU, lru, tl.where(policy == LFU, lfu, other))
     return key
 
@@ -122,6 +131,7 @@ def written(word, budget, given, GIVEN: tl.constexpr):
         every = tl.load(budget + SCORED) != 0
         score = tl.where(every | (value == 0), tl.load(budget + SCORE_OF_ALL).to(tl.int32), value)
     other = tl.where(policy == EPOCH_LRU, epoch_lru, tl.where(policy == EPOCH_LFU, epoch_lfu, score))
+    other = tl.where(policy == SLRU, ((call & CALLS) << 1) | (value != 0).to(tl.int32), other)
     after = tl.where(policy == LRU, call, tl.where(policy == LFU, lfu, other))
     return (after << SHIFT) | (word & PINNED)
 

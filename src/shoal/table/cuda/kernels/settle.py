@@ -9,7 +9,7 @@ import triton.language as tl
 
 from shoal.table.cuda.kernels.changed import _home
 from shoal.table.cuda.kernels.evict import GONE
-from shoal.table.cuda.kernels.index import FREE, MOVED, NEXT, ROOM, ROW, TAKEN
+from shoal.table.cuda.kernels.index import FREE, MOVED, NEXT, ROOM, ROW, TAKEN, hash_id
 from shoal.table.cuda.kernels.located import (
     BUDGET,
     DESCRIBED,
@@ -21,7 +21,22 @@ from shoal.table.cuda.kernels.located import (
     last_not_above,
     longs,
 )
-from shoal.table.cuda.kernels.policy import HELD, PINNED, PINS, SHIFT, VALUE, WRITTEN, score_code, written
+from shoal.table.cuda.kernels.policy import (
+    BUDGET_WORDS,
+    HELD,
+    PINNED,
+    PINS,
+    RING,
+    SAMPLE_BELOW,
+    SAMPLED,
+    SHIFT,
+    VALUE,
+    WRITTEN,
+    score_code,
+    written,
+)
+
+SAMPLE_SALT = tl.constexpr(0x5851F42D4C957F2D)  # csrc/table/budget/curve.cpp
 
 
 @triton.jit
@@ -42,12 +57,26 @@ def _write_scores(row, position, m, of, origin, given, GIVEN: tl.constexpr, ONLY
 
 
 @triton.jit
+def _sample(id, m, budget):
+    """Keeps a sample of the ids of writes, all of an id or none."""
+    hashed = hash_id(id + SAMPLE_SALT).to(tl.int64)
+    mine = m & (hashed >= 0) & (hashed < tl.load(budget + SAMPLE_BELOW))
+    count = tl.sum(mine.to(tl.int32), axis=0)
+    if count > 0:
+        at = tl.atomic_add(budget + SAMPLED, count.to(tl.int64), sem="relaxed")
+        at += tl.cumsum(mine.to(tl.int32), axis=0) - 1
+        tl.store(budget + BUDGET_WORDS + (at & (RING - 1)), id, mask=mine)
+
+
+@triton.jit
 def _note(row, ids, position, m, of, origin):
-    """Counts what was written of one table, and marks the rows of pinned ids."""
+    """Counts what was written of one table, samples it, and marks the rows of pinned ids."""
     budget = longs(origin, of, BUDGET)
     count = tl.sum(m.to(tl.int64), axis=0)
     if count > 0:
         tl.atomic_add(budget + WRITTEN, count, sem="relaxed")
+        id = tl.load(ids + position, mask=m, other=0)
+        _sample(id, m, budget)
         pins = tl.load(budget + PINS)
         if pins > 0:
             pinned = longs(origin, of, PINNED_IDS)
@@ -58,7 +87,6 @@ def _note(row, ids, position, m, of, origin):
             jump |= jump >> 8
             jump |= jump >> 16
             jump = (jump + 1) >> 1
-            id = tl.load(ids + position, mask=m, other=0)
             nearest = last_not_above(pinned, pins, jump, id, m)
             stays = m & (tl.load(pinned + nearest, mask=m, other=0) == id)
             tl.atomic_or(ints(origin, of, SCORES) + row, PINNED, mask=stays, sem="relaxed")
