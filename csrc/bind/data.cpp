@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "bind/bind.h"
+#include "bind/checks.h"
 #include "core/thread_pool.h"
 #include "data/block.h"
 #include "data/feature.h"
@@ -22,8 +23,7 @@ namespace {
 
 template <class T>
 void copy_out(const std::vector<T>& from, uintptr_t to, int64_t size) {
-  if (static_cast<int64_t>(from.size()) != size)
-    throw std::invalid_argument("Block.copy: tensors must have the block's sizes");
+  check_equal("Block.copy: the size of a tensor", size, static_cast<int64_t>(from.size()));
   if (size > 0) std::memcpy(ptr<T>(to), from.data(), from.size() * sizeof(T));
 }
 
@@ -41,9 +41,13 @@ using ColumnTuple = std::tuple<int, uintptr_t, int64_t, uintptr_t, int64_t, uint
 
 RawColumn column_of(const ColumnTuple& given) {
   const auto [kind, values, count, text, bytes, lengths, valid] = given;
-  if (kind < 0 || kind > static_cast<int>(RawKind::ready)) throw std::invalid_argument("a kind of column must be 0..4");
-  return {static_cast<RawKind>(kind),  ptr<const char>(values),  count, ptr<const char>(text), bytes,
-          ptr<const int64_t>(lengths), ptr<const uint8_t>(valid)};
+  return {choice("a kind of column", kind, RawKind::ready),
+          ptr<const char>(values),
+          count,
+          ptr<const char>(text),
+          bytes,
+          ptr<const int64_t>(lengths),
+          ptr<const uint8_t>(valid)};
 }
 
 }  // namespace
@@ -81,10 +85,9 @@ void data(nb::module_& m) {
           [](FeatureSet& self, int rule, uint64_t slot, bool listed, int separator, int64_t limit,
              std::optional<nb::bytes> missing, std::vector<double> edges, double steps,
              const std::vector<std::string>& words, int unknown, std::vector<int64_t> of) {
-            if (rule < 0 || rule > static_cast<int>(Rule::cross)) throw std::invalid_argument("a rule must be 0..5");
-            if (unknown < 0 || unknown > 2) throw std::invalid_argument("unknown must be 0..2");
+            in_range("unknown", unknown, 0, 2);
             FeatureRule feature;
-            feature.rule = static_cast<Rule>(rule);
+            feature.rule = choice("a rule", rule, Rule::cross);
             feature.slot = slot;
             feature.listed = listed;
             feature.separator = static_cast<char>(separator);
@@ -127,8 +130,7 @@ void data(nb::module_& m) {
              std::vector<std::vector<TextUse>> columns(uses.size());
              for (size_t c = 0; c < columns.size(); ++c) {
                for (auto [role, index] : uses[c]) {
-                 if (role < 0 || role > 3) throw std::invalid_argument("a role must be 0..3");
-                 columns[c].push_back({static_cast<Role>(role), index});
+                 columns[c].push_back({choice("a role", role, Role::time), index});
                }
              }
              new (self)
@@ -139,8 +141,7 @@ void data(nb::module_& m) {
           [](const TextParser& self, nb::bytes text, int64_t begin, bool final, int64_t max_rows, int64_t limit,
              bool threads) {
             const std::string_view view(text.c_str(), text.size());
-            if (begin < 0 || begin > static_cast<int64_t>(view.size()))
-              throw std::invalid_argument("begin must be within the bytes");
+            in_range("begin", begin, 0, static_cast<int64_t>(view.size()));
             const nb::gil_scoped_release release;
             return self.parse(view.substr(begin), final, max_rows, limit, threads);
           },
@@ -178,8 +179,7 @@ void data(nb::module_& m) {
       "read_frames",
       [](nb::bytes text, int64_t begin, int64_t max_records) {
         std::string_view view(text.c_str(), text.size());
-        if (begin < 0 || begin > static_cast<int64_t>(view.size()))
-          throw std::invalid_argument("begin must be within the bytes");
+        in_range("begin", begin, 0, static_cast<int64_t>(view.size()));
         view = view.substr(begin);
         int64_t consumed = 0;
         std::vector<Frame> frames;

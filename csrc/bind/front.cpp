@@ -11,6 +11,7 @@
 #include <cmath>
 
 #include "bind/bind.h"
+#include "bind/checks.h"
 
 #ifdef SHOAL_HTTP2
 #include "bind/predict.h"
@@ -223,9 +224,8 @@ void front(nb::module_& m) {
       .def("bind_lane",
            [](Front& front, int64_t lane, const PredictorHandle& predictor, const nb::bytes& spec,
               std::vector<size_t> outputs, int64_t generation) {
-             for (size_t each : outputs)
-               if (each >= predictor.predictor->parts().outputs.size())
-                 throw std::invalid_argument("there is no such output");
+             const auto last = static_cast<int64_t>(predictor.predictor->parts().outputs.size()) - 1;
+             for (size_t each : outputs) in_range("the number of an output", static_cast<int64_t>(each), 0, last);
              return front.lanes().bind(lane, {predictor.predictor, string_of(spec), std::move(outputs), generation});
            })
       .def("take_counts", counts_of)

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "bind/bind.h"
+#include "bind/checks.h"
 
 namespace shoal::bind {
 
@@ -16,8 +17,8 @@ void fused(nb::module_& m) {
       [](const std::vector<Table*>& tables, uintptr_t sizes, int64_t sources, uintptr_t ids, int64_t n, uintptr_t out,
          int64_t floats) {
         Blocks blocks(tables, ptr<int64_t>(sizes, static_cast<int64_t>(tables.size()) * sources), sources);
-        if (blocks.ids.back() != n || blocks.floats.back() != floats)
-          throw std::invalid_argument("the sizes of the blocks do not add up to the ids");
+        check_equal("the number of ids", n, blocks.ids.back());
+        check_equal("the number of floats of rows", floats, blocks.floats.back());
         fused_lookup(blocks, ptr<int64_t>(ids, n), ptr<float>(out, floats));
       },
       NoGil());
@@ -27,8 +28,8 @@ void fused(nb::module_& m) {
          int64_t floats, const std::vector<float>& rates, int64_t step, uint32_t time, bool dedup,
          const std::vector<int>& bad, bool at_least) {
         Blocks blocks(tables, ptr<int64_t>(sizes, static_cast<int64_t>(tables.size()) * sources), sources);
-        if (blocks.ids.back() != n || blocks.floats.back() != floats)
-          throw std::invalid_argument("the sizes of the blocks do not add up to the ids and gradients");
+        check_equal("the number of ids", n, blocks.ids.back());
+        check_equal("the number of floats of gradients", floats, blocks.floats.back());
         std::vector<BadGradient> policies;
         for (int policy : bad) policies.push_back(static_cast<BadGradient>(policy));
         try {

@@ -8,6 +8,7 @@
 #include <system_error>
 
 #include "bind/bind.h"
+#include "bind/checks.h"
 #include "bind/digest.h"
 #include "io/checkpoint.h"
 #include "io/crc32c.h"
@@ -74,7 +75,8 @@ std::vector<nb::bytes> lookup_entry(const Table& table, const std::vector<int64_
 // addresses of ids, times (int64), rows without gaps and what a policy keeps of them (or 0), which stay good until the
 // next call, and how many there are.
 SaveSource save_source(const nb::tuple& given) {
-  if (given.size() != 3 && given.size() != 5) throw std::invalid_argument("a source of a save must have 3 or 5 parts");
+  if (given.size() != 3 && given.size() != 5)
+    throw std::invalid_argument("a source of a save must have 3 or 5 parts, got " + std::to_string(given.size()));
   SaveSource source{.table = nb::cast<const Table*>(given[0]),
                     .expiry = given[1].is_none() ? nullptr : nb::cast<const Expiry*>(given[1]),
                     .changed_since = nb::cast<uint32_t>(given[2])};
@@ -185,7 +187,8 @@ void io(nb::module_& m) {
       .def(
           "__init__",
           [](Load* self, Table& table, bool strict, int64_t modulus, int64_t residue, uint32_t unstamped) {
-            if (modulus < 1) throw std::invalid_argument("the modulus of a shard must be at least 1");
+            if (modulus < 1)
+              throw std::invalid_argument("the modulus of a shard must be at least 1, got " + std::to_string(modulus));
             new (self) Load(table, strict, {modulus, residue}, unstamped);
           },
           nb::arg("table"), nb::arg("strict") = true, nb::arg("modulus") = 1, nb::arg("residue") = 0,
@@ -228,9 +231,8 @@ void io(nb::module_& m) {
           "columns",
           [](const EntryScan& self, uintptr_t numbers, int64_t n, uintptr_t weights, int64_t floats) {
             const EntryColumns& c = self.columns();
-            if (n != c.size() || floats != static_cast<int64_t>(c.weights.size())) {
-              throw std::invalid_argument("the buffers must be those of the records at hand");
-            }
+            check_equal("the number of records", n, c.size());
+            check_equal("the number of weights", floats, static_cast<int64_t>(c.weights.size()));
             if (n == 0) return;
             auto* out = ptr<int64_t>(numbers);
             for (const auto* column : {&c.ids, &c.times, &c.offsets, &c.dims, &c.shapes, &c.states}) {
@@ -278,9 +280,10 @@ void io(nb::module_& m) {
   m.def(
       "walk_entries",
       [](const Table& table, int stripe, int64_t offset, int64_t limit) {
-        if (stripe < 0 || stripe >= Table::kStripes || offset < 0 || limit < 0) {
-          throw std::invalid_argument("no such place in the table");
-        }
+        in_range("the stripe of a place in a table", stripe, 0, Table::kStripes - 1);
+        if (offset < 0 || limit < 0)
+          throw std::invalid_argument("offset and limit must be >= 0, got " + std::to_string(offset) + " and " +
+                                      std::to_string(limit));
         check_trains(table);
         Rows rows;
         int64_t next = -1;

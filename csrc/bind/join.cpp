@@ -8,6 +8,7 @@
 #include <functional>
 
 #include "bind/bind.h"
+#include "bind/checks.h"
 #include "data/join/joiner.h"
 
 namespace shoal::bind {
@@ -36,7 +37,8 @@ Fields fields_of(std::vector<std::string> key, std::string time, std::string kin
 }
 
 int side_of(int side) {
-  if (side != 0 && side != 1) throw std::invalid_argument("side must be 0 (impressions) or 1 (actions)");
+  if (side != 0 && side != 1)
+    throw std::invalid_argument("side must be 0 (impressions) or 1 (actions), got " + std::to_string(side));
   return side;
 }
 
@@ -74,9 +76,7 @@ void join(nb::module_& m) {
             settings.budget = budget, settings.block = block, settings.salt = salt;
             settings.fields[0] = impressions, settings.fields[1] = actions;
             for (const auto& [name, rule, kinds] : labels) {
-              if (rule < 0 || rule > static_cast<int>(join::Rule::last))
-                throw std::invalid_argument("a rule must be 0..5");
-              settings.labels.push_back({name, static_cast<join::Rule>(rule), kinds});
+              settings.labels.push_back({name, choice("a rule", rule, join::Rule::last), kinds});
             }
             new (self) Joiner(std::move(settings), folder);
           },
@@ -89,7 +89,9 @@ void join(nb::module_& m) {
              std::vector<std::string_view> views;
              views.reserve(messages.size());
              for (nb::handle message : messages) {
-               if (!nb::isinstance<nb::bytes>(message)) throw std::invalid_argument("messages must be bytes");
+               if (!nb::isinstance<nb::bytes>(message))
+                 throw std::invalid_argument("messages must be bytes, got one of " +
+                                             nb::cast<std::string>(nb::str(message.type())));
                views.push_back(view_of(nb::borrow<nb::bytes>(message)));  // the list keeps them alive
              }
              std::vector<join::Broken> broken;

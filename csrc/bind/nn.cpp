@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "bind/bind.h"
+#include "bind/checks.h"
 #include "nn/bag.h"
 #include "nn/fm.h"
 #include "nn/wiring.h"
@@ -90,7 +91,7 @@ void nn(nb::module_& m) {
       "copy_rows",
       [](const Table& t, int stripe) {
         RowsCopy copy{{}, t.layout().stride, head_bytes(t.layout()), t.layout().row_bytes};
-        if (stripe >= Table::kStripes) throw std::invalid_argument("no such stripe");
+        in_range("stripe", stripe, -1, Table::kStripes - 1);
         const int end = stripe < 0 ? Table::kStripes : stripe + 1;
         for (int s = std::max(stripe, 0); s < end; ++s) t.snapshot(s, 0, &copy.rows);
         return copy;

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind/bind.h"
+#include "bind/checks.h"
 
 namespace shoal::bind {
 namespace {
@@ -22,13 +23,10 @@ RowView view_of(nb::handle given) {
 // (kind, op, out, a, b or None, numbers, (constant, k, n, row, column), (chosen, before, size, after))
 RowStep step_of(nb::handle given) {
   const auto fields = nb::cast<nb::tuple>(given);
-  if (fields.size() != 8) throw std::invalid_argument("row net: a step must have 8 fields");
+  check_equal("row net: the number of fields of a step", static_cast<int64_t>(fields.size()), 8);
   RowStep step;
-  const int kind = nb::cast<int>(fields[0]), op = nb::cast<int>(fields[1]);
-  if (kind < 0 || kind > static_cast<int>(RowStep::Kind::select) || op < 0 || op >= kOps)
-    throw std::invalid_argument("row net: there is no such step");
-  step.kind = static_cast<RowStep::Kind>(kind);
-  step.op = static_cast<Op>(op);
+  step.kind = choice("row net: the kind of a step", nb::cast<int>(fields[0]), RowStep::Kind::select);
+  step.op = choice("row net: the operation of a step", nb::cast<int>(fields[1]), static_cast<Op>(kOps - 1));
   step.out = view_of(fields[2]);
   step.a = view_of(fields[3]);
   step.has_b = !fields[4].is_none();
@@ -61,8 +59,7 @@ Predictor::Parts parts_of(const std::vector<std::vector<Table*>>& sources, const
   Predictor::Parts parts;
   parts.sources = sources_of(sources);
   for (const auto& [source, pool, length, padding, apart, input, column] : features) {
-    if (pool < 0 || pool > static_cast<int>(Pool::max)) throw std::invalid_argument("there is no such combiner");
-    parts.features.push_back({source, {static_cast<Pool>(pool), length, padding}, apart, input, column});
+    parts.features.push_back({source, {choice("a combiner", pool, Pool::max), length, padding}, apart, input, column});
   }
   for (const auto& [alias, shape] : outputs) parts.outputs.push_back({alias, shape});
   return parts;
@@ -135,7 +132,7 @@ void predict(nb::module_& m) {
             for (const RowSource& source : self.predictor->parts().sources)
               dims.insert(dims.end(), source.tables.size(), source.dim());
             for (const auto& [number, ids, n, values] : given) {
-              if (number >= dims.size()) throw std::invalid_argument("there is no such table");
+              in_range("the number of a table", static_cast<int64_t>(number), 0, static_cast<int64_t>(dims.size()) - 1);
               fresh.resize(std::max(fresh.size(), number + 1));
               fresh[number] =
                   std::make_shared<const FreshRows>(ptr<int64_t>(ids, n), n, ptr<float>(values, n), dims[number]);

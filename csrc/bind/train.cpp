@@ -12,7 +12,7 @@ namespace {
 // An object of n bytes whose content is the caller's to write before anybody else sees it. Large ones ask for huge
 // pages: with small ones the page faults of fresh memory take longer than the copy into it.
 nb::bytes new_bytes(int64_t n) {
-  if (n < 0) throw std::invalid_argument("new_bytes: negative size");
+  if (n < 0) throw std::invalid_argument("new_bytes: n must be >= 0, got " + std::to_string(n));
   PyObject* object = PyBytes_FromStringAndSize(nullptr, n);
   if (object == nullptr) throw nb::python_error();
 #if defined(__linux__)

@@ -11,7 +11,7 @@
 #include <system_error>
 #include <thread>
 
-#include "core/at_fork.h"
+#include "core/per_process.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -81,23 +81,7 @@ class Worker {
   bool started_ = false;
 };
 
-// Never destroyed, since its thread never ends. A forked child does not have that thread, and starts over.
-std::atomic<Worker*> g_worker{nullptr};
-
-void start_over(void*, Fork phase) {
-  if (phase == Fork::child) g_worker.store(nullptr);
-}
-const auto* const g_at_fork = new AtFork(nullptr, start_over);
-
-Worker& worker() {
-  Worker* current = g_worker.load(std::memory_order_acquire);
-  if (!current) {
-    auto* fresh = new Worker;
-    if (g_worker.compare_exchange_strong(current, fresh)) return *fresh;
-    delete fresh;
-  }
-  return *current;
-}
+auto& g_worker = *new PerProcess<Worker>;
 
 }  // namespace
 
@@ -105,16 +89,16 @@ void Ahead::populate(char* begin, size_t bytes) {
   asked_ = true;
   const auto first = reinterpret_cast<uintptr_t>(begin) & ~(kPage - 1);
   const auto end = (reinterpret_cast<uintptr_t>(begin) + bytes + kPage - 1) & ~(kPage - 1);
-  worker().ask({this, reinterpret_cast<char*>(first), end - first, MADV_POPULATE_WRITE});
+  g_worker.get().ask({this, reinterpret_cast<char*>(first), end - first, MADV_POPULATE_WRITE});
 }
 
 void Ahead::gather(char* begin) {
   asked_ = true;
-  worker().ask({this, begin, kHuge, MADV_COLLAPSE});
+  g_worker.get().ask({this, begin, kHuge, MADV_COLLAPSE});
 }
 
 void Ahead::stop() {
-  if (asked_) worker().stop(this);
+  if (asked_) g_worker.get().stop(this);
 }
 
 }  // namespace shoal

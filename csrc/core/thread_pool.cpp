@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/at_fork.h"
+#include "core/per_process.h"
 
 namespace shoal {
 namespace {
@@ -99,24 +99,7 @@ int cpus() {
 }
 
 std::atomic<int> g_threads{cpus()};
-// Never destroyed: worker threads must not outlive it during interpreter exit. After fork() only the forking thread
-// lives on, so the child starts over with a fresh pool.
-std::atomic<Pool*> g_pool{nullptr};
-
-void start_over(void*, Fork phase) {
-  if (phase == Fork::child) g_pool.store(nullptr);
-}
-const auto* const g_at_fork = new AtFork(nullptr, start_over);
-
-Pool& pool() {
-  Pool* current = g_pool.load(std::memory_order_acquire);
-  if (!current) {
-    auto* fresh = new Pool;
-    if (g_pool.compare_exchange_strong(current, fresh)) return *fresh;
-    delete fresh;
-  }
-  return *current;
-}
+auto& g_pool = *new PerProcess<Pool>;
 
 }  // namespace
 
@@ -132,7 +115,7 @@ void parallel_parts(int64_t parts, FunctionRef<void(int64_t)> body) {
   if (helpers <= 0) {
     for (int64_t part = 0; part < parts; ++part) body(part);
   } else {
-    pool().run(parts, helpers, body);
+    g_pool.get().run(parts, helpers, body);
   }
 }
 

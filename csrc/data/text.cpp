@@ -65,7 +65,7 @@ TextParser::TextParser(std::vector<std::vector<TextUse>> columns, FeatureSet set
   if (lacks(seen_dense) || lacks(seen_sparse))
     throw std::invalid_argument("every number and every feature must have one column");
   if (labels != 1) throw std::invalid_argument("there must be one label column, got " + std::to_string(labels));
-  if (times > 1) throw std::invalid_argument("there must be at most one time column");
+  if (times > 1) throw std::invalid_argument("there must be at most one time column, got " + std::to_string(times));
 }
 
 // What the cells of one line give, and memory for it.

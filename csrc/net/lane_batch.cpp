@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <array>
 #include <stdexcept>
+#include <string>
 
 #include "net/lanes.h"
 #include "serving/messages.h"
@@ -106,7 +107,9 @@ bool Batch::plan() {
 }
 
 void Batch::join_into(const std::vector<uint8_t*>& out) const {
-  if (out.size() != inputs_.size()) throw std::invalid_argument("an address for each input is needed");
+  if (out.size() != inputs_.size())
+    throw std::invalid_argument("there must be an address for each of the " + std::to_string(inputs_.size()) +
+                                " inputs, got " + std::to_string(out.size()));
   for (size_t i = 0; i < out.size(); ++i) join(parts_[i], *value_kind(inputs_[i].dtype), joined_[i], out[i]);
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <stdexcept>
+#include <string>
 
 #include "core/hash.h"
 #include "nn/pooling.h"
@@ -12,7 +13,8 @@ namespace shoal {
 
 FreshRows::FreshRows(const int64_t* ids, int64_t n, const float* values, int64_t dim)
     : dim_(dim), ids_(ids, ids + n), values_(values, values + n * dim) {
-  if (n >= int64_t{1} << 31) throw std::invalid_argument("at most 2147483647 rows can be pushed at once");
+  if (n >= int64_t{1} << 31)
+    throw std::invalid_argument("a push must have at most 2147483647 rows, got " + std::to_string(n));
   slots_.assign(std::bit_ceil(static_cast<size_t>(2 * n + 1)), 0);
   const size_t mask = slots_.size() - 1;
   for (int64_t i = 0; i < n; ++i) {

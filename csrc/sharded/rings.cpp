@@ -68,8 +68,10 @@ Rings::Rings(char* memory, int rank, int ranks, int64_t ring_bytes)
 #if !defined(__linux__)
   throw std::invalid_argument("shared memory between ranks needs Linux");
 #endif
-  if (rank < 0 || rank >= ranks) throw std::invalid_argument("rank must be 0..ranks - 1");
-  if (ring_bytes < 64 || ring_bytes % 64) throw std::invalid_argument("the bytes of a ring must be a multiple of 64");
+  if (rank < 0 || rank >= ranks)
+    throw std::invalid_argument("rank must be 0.." + std::to_string(ranks - 1) + ", got " + std::to_string(rank));
+  if (ring_bytes < 64 || ring_bytes % 64)
+    throw std::invalid_argument("the bytes of a ring must be a multiple of 64, got " + std::to_string(ring_bytes));
   if (reinterpret_cast<uintptr_t>(memory) % 64) throw std::invalid_argument("the memory must be aligned to 64 bytes");
 }
 

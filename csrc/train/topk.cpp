@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -44,7 +45,9 @@ void sort_by_key(std::vector<Candidate>& items) {
 }  // namespace
 
 bool topk_magnitude(const float* x, int64_t n, int64_t k, bool by_index, bool stop_on_nonfinite, int64_t* indices) {
-  if (n < 1 || n >= (int64_t{1} << 32) || k < 1 || k > n) throw std::invalid_argument("topk_magnitude: bad n or k");
+  if (n < 1 || n >= (int64_t{1} << 32) || k < 1 || k > n)
+    throw std::invalid_argument("topk_magnitude: n must be 1..4294967295 and k 1..n, got n " + std::to_string(n) +
+                                " and k " + std::to_string(k));
   const int64_t parts = std::clamp<int64_t>(n / kGrain, 1, num_threads());
   const auto begin = [&](int64_t part) { return n * part / parts; };
 

@@ -1,13 +1,9 @@
 #include "net/client/caller.h"
 
-#include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <nghttp2/nghttp2.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +11,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "net/client/link.h"
 #include "net/grpc.h"
 
 namespace shoal::net {
@@ -22,19 +19,11 @@ namespace {
 
 constexpr int64_t kSecond = 1'000'000'000;
 constexpr int64_t kConnect = 5 * kSecond;
-constexpr uint32_t kWindow = 16 << 20;
 constexpr size_t kOut = 256 << 10;
 
 nghttp2_nv header(std::string_view name, std::string_view value) {
   return {reinterpret_cast<uint8_t*>(const_cast<char*>(name.data())),
           reinterpret_cast<uint8_t*>(const_cast<char*>(value.data())), name.size(), value.size(), NGHTTP2_NV_FLAG_NONE};
-}
-
-int status_of_http(std::string_view status) {  // as gRPC maps what a proxy may answer
-  if (status == "401") return 16;
-  if (status == "403") return 7;
-  if (status == "404") return kUnimplemented;
-  return status == "429" || status.starts_with("5") ? kUnavailable : 2;
 }
 
 }  // namespace
@@ -43,102 +32,6 @@ void Outgoing::wait() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return ended_; });
 }
-
-// A connection, and the calls that are open on it.
-struct Outgoing::Link {
-  Link(Caller* caller, std::string address) : caller(caller), address(std::move(address)) {}
-  ~Link() {
-    if (session) nghttp2_session_del(session);
-    if (fd >= 0) ::close(fd);
-  }
-  Caller* const caller;
-  const std::string address;
-  int fd = -1;
-  nghttp2_session* session = nullptr;
-  std::unordered_map<int32_t, OutgoingPtr> open;
-  std::string out;
-  size_t out_at = 0;
-  bool connected = false, leaving = false, waits_to_write = true;
-  std::string broken;  // why it is over
-  int64_t since_ns = now_ns();
-
-  static Outgoing* call(nghttp2_session* session, int32_t id) {
-    return static_cast<Outgoing*>(nghttp2_session_get_stream_user_data(session, id));
-  }
-  static int on_header(nghttp2_session* session, const nghttp2_frame* frame, const uint8_t* name, size_t name_size,
-                       const uint8_t* value, size_t value_size, uint8_t, void*) {
-    Outgoing* mine = call(session, frame->hd.stream_id);
-    if (!mine) return 0;
-    const std::string_view key(reinterpret_cast<const char*>(name), name_size);
-    const std::string_view text(reinterpret_cast<const char*>(value), value_size);
-    try {
-      if (key == ":status" && text != "200") {
-        mine->status = status_of_http(text);
-        mine->details = "the server answered with HTTP status " + std::string(text);
-      } else if (key == "grpc-status") {
-        mine->status = std::atoi(std::string(text).c_str());
-      } else if (key == "grpc-message") {
-        mine->details = percent_decoded(text);
-      } else if (!key.empty() && key[0] != ':' && key != "content-type" && !key.starts_with("grpc-")) {
-        mine->metadata.emplace_back(key, text);
-      }
-    } catch (const std::bad_alloc&) {
-      return NGHTTP2_ERR_CALLBACK_FAILURE;
-    }
-    return 0;
-  }
-  static int data_chunk(nghttp2_session* session, uint8_t, int32_t id, const uint8_t* data, size_t size, void* user) {
-    Outgoing* mine = call(session, id);
-    if (!mine) return 0;
-    if (static_cast<int64_t>(mine->message.size() + size) > static_cast<Link*>(user)->caller->max_message_) {
-      mine->status = kResourceExhausted;
-      mine->details =
-          "the answer is larger than " + std::to_string(static_cast<Link*>(user)->caller->max_message_) + " bytes";
-      nghttp2_submit_rst_stream(session, NGHTTP2_FLAG_NONE, id, NGHTTP2_CANCEL);
-      return 0;
-    }
-    try {
-      mine->message.append(reinterpret_cast<const char*>(data), size);
-    } catch (const std::bad_alloc&) {
-      return NGHTTP2_ERR_CALLBACK_FAILURE;
-    }
-    return 0;
-  }
-  static int stream_close(nghttp2_session*, int32_t id, uint32_t code, void* user) {
-    auto* link = static_cast<Link*>(user);
-    const auto found = link->open.find(id);
-    if (found == link->open.end()) return 0;
-    const OutgoingPtr call = found->second;
-    link->open.erase(found);
-    link->caller->finish(call, code);
-    return 0;
-  }
-  static int frame_recv(nghttp2_session*, const nghttp2_frame* frame, void* user) {
-    if (frame->hd.type == NGHTTP2_GOAWAY) static_cast<Link*>(user)->leaving = true;
-    return 0;
-  }
-  static ssize_t read_body(nghttp2_session*, int32_t, uint8_t* into, size_t size, uint32_t* flags,
-                           nghttp2_data_source* source, void*) {
-    auto* mine = static_cast<Outgoing*>(source->ptr);
-    const size_t count = std::min(size, mine->body_.size() - mine->body_at_);
-    std::memcpy(into, mine->body_.data() + mine->body_at_, count);
-    mine->body_at_ += count;
-    if (mine->body_at_ == mine->body_.size()) *flags |= NGHTTP2_DATA_FLAG_EOF;
-    return static_cast<ssize_t>(count);
-  }
-  static nghttp2_session_callbacks* callbacks() {
-    static nghttp2_session_callbacks* made = [] {
-      nghttp2_session_callbacks* one;
-      if (nghttp2_session_callbacks_new(&one)) throw std::bad_alloc();
-      nghttp2_session_callbacks_set_on_header_callback(one, on_header);
-      nghttp2_session_callbacks_set_on_data_chunk_recv_callback(one, data_chunk);
-      nghttp2_session_callbacks_set_on_stream_close_callback(one, stream_close);
-      nghttp2_session_callbacks_set_on_frame_recv_callback(one, frame_recv);
-      return one;
-    }();
-    return made;
-  }
-};
 
 Caller::Caller(int64_t max_message) : max_message_(max_message + static_cast<int64_t>(kPrefix)) {
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
@@ -172,35 +65,6 @@ Caller::~Caller() {
 void Caller::wake() {
   const uint64_t one = 1;
   (void)!::write(wake_, &one, sizeof one);
-}
-
-Caller::Resolved Caller::resolve(const std::string& address, std::string* why) {
-  if (address.starts_with("unix:")) {
-    sockaddr_un local{};
-    local.sun_family = AF_UNIX;
-    const std::string path = address.substr(address.starts_with("unix://") ? 7 : 5);
-    if (path.size() >= sizeof local.sun_path) {
-      *why = "its path is too long";
-      return {};
-    }
-    std::copy(path.begin(), path.end(), local.sun_path);
-    const auto* bytes = reinterpret_cast<const char*>(&local);
-    return {bytes, bytes + sizeof local};
-  }
-  const size_t colon = address.rfind(':');
-  std::string host = colon == std::string::npos ? address : address.substr(0, colon);
-  if (host.size() > 1 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_socktype = SOCK_STREAM;
-  const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);
-  if (const int failed = getaddrinfo(host.c_str(), port.c_str(), &hints, &found)) {
-    *why = gai_strerror(failed);
-    return {};
-  }
-  const auto* bytes = reinterpret_cast<const char*>(found->ai_addr);
-  Resolved made(bytes, bytes + found->ai_addrlen);
-  freeaddrinfo(found);
-  return made;
 }
 
 OutgoingPtr Caller::start(Request request, double timeout_s) {
@@ -243,7 +107,7 @@ bool Caller::known(const std::string& address, std::string* why) {
     const std::lock_guard lock(mutex_);
     if (resolved_.contains(address)) return true;
   }
-  Resolved found = resolve(address, why);  // without the lock: it may take long
+  SocketAddress found = resolve(address, why);  // without the lock: it may take long
   if (found.empty()) return false;
   const std::lock_guard lock(mutex_);
   resolved_.emplace(address, std::move(found));
@@ -373,7 +237,7 @@ Caller::Link* Caller::link_to(const std::string& address, std::string* why) {
     leaving_.push_back(std::move(found->second));
     links_.erase(found);
   }
-  Resolved where;
+  SocketAddress where;
   {
     const std::lock_guard lock(mutex_);
     const auto known = resolved_.find(address);
@@ -383,25 +247,8 @@ Caller::Link* Caller::link_to(const std::string& address, std::string* why) {
     *why = "its name is not known any more";
     return nullptr;
   }
-  const auto* name = reinterpret_cast<const sockaddr*>(where.data());
   auto link = std::make_unique<Link>(this, address);
-  link->fd = ::socket(name->sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (link->fd < 0 || (::connect(link->fd, name, static_cast<socklen_t>(where.size())) && errno != EINPROGRESS)) {
-    *why = std::strerror(errno);
-    return nullptr;
-  }
-  const int on = 1, taken_ms = 20'000;
-  setsockopt(link->fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  setsockopt(link->fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-  setsockopt(link->fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &taken_ms, sizeof taken_ms);
-  if (nghttp2_session_client_new(&link->session, Link::callbacks(), link.get())) {
-    *why = "no memory is left";
-    return nullptr;
-  }
-  const nghttp2_settings_entry settings[] = {{NGHTTP2_SETTINGS_ENABLE_PUSH, 0},
-                                             {NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE, kWindow}};
-  nghttp2_submit_settings(link->session, NGHTTP2_FLAG_NONE, settings, 2);
-  nghttp2_session_set_local_window_size(link->session, NGHTTP2_FLAG_NONE, 0, 4 * kWindow);
+  if (!link->connect(where, why)) return nullptr;
   epoll_event event{EPOLLIN | EPOLLOUT, {.ptr = link.get()}};
   epoll_ctl(epoll_, EPOLL_CTL_ADD, link->fd, &event);
   return (links_[address] = std::move(link)).get();

@@ -12,6 +12,7 @@
 
 #include "core/at_fork.h"
 #include "net/call.h"
+#include "net/client/address.h"
 
 namespace shoal::net {
 
@@ -64,8 +65,6 @@ class Caller {
  private:
   using Link = Outgoing::Link;
   friend struct Outgoing::Link;
-  using Resolved = std::vector<char>;  // a socket address
-  static Resolved resolve(const std::string& address, std::string* why);
   bool known(const std::string& address, std::string* why);
   void run();
   void turn();
@@ -89,7 +88,7 @@ class Caller {
 
   std::mutex mutex_;  // guards what other threads leave here
   std::vector<OutgoingPtr> started_, cancelled_;
-  std::unordered_map<std::string, Resolved> resolved_;
+  std::unordered_map<std::string, SocketAddress> resolved_;
   std::vector<std::vector<std::string>> kept_;
   bool stopping_ = false, forked_ = false;
   std::thread* thread_ = nullptr;

@@ -19,7 +19,8 @@ struct Split {
   std::vector<std::pair<int32_t, int32_t>> places;  // shard, number there
 
   Split(const int64_t* given, int64_t n, int64_t shards) : ids(static_cast<size_t>(shards)) {
-    if (n >= int64_t{1} << 31) throw std::invalid_argument("at most 2147483647 ids can be looked up at once");
+    if (n >= int64_t{1} << 31)
+      throw std::invalid_argument("a lookup must have at most 2147483647 ids, got " + std::to_string(n));
     std::vector<int32_t> first(std::bit_ceil(static_cast<size_t>(2 * n + 1)), -1);  // where an id came first
     const size_t mask = first.size() - 1;
     places.resize(static_cast<size_t>(n));

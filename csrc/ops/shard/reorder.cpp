@@ -72,7 +72,7 @@ FusedReorder::FusedReorder(std::vector<uintptr_t> inputs, std::vector<int64_t> l
     if (lengths_[m] > kMost || size_ > kMost) fail("fused_reorder_by_indices: more than 2^31 - 1 ids");
     if (dims_[m] > 0 && distinct_[m].count > (kMost - width) / dims_[m]) {
       fail(
-          "fused_reorder_by_indices: the embeddings are more than 2^31 - 1 floats wide in all; shard the tables over "
+          "fused_reorder_by_indices: the embeddings must have at most 2^31 - 1 floats in all; spread the tables over "
           "more calls");
     }
     width += distinct_[m].count * dims_[m];
