@@ -59,7 +59,7 @@ class Server:
         )  # fmt: skip
         if self.host is not None:
             at = self.host.address
-            command = self.host.command(*command, "--host", at, "--insecure")
+            command = self.host.command(*command, "--host", at, "--allow-insecure")
         env = os.environ | (self.machine.environment() if self.machine is not None else {})
         with open(f"{self.folder}.log", "a") as told:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told, text=True, env=env)

@@ -21,7 +21,9 @@ from shoal.serving import DirectoryRegistry
 from shoal.serving.cluster.discovery.leaders import RegistryBoard, group_addresses
 from shoal.sharded import Engine, ParameterServer, PsClient, Shard, ps_table
 from shoal.sharded.ps.protocol import Op, Request
+from shoal.sharded.ps.replica import replication as replication_module
 from shoal.sharded.ps.replica.board import FollowingBoard, LoneBoard, ShardState, claim, handed_over, joined, without
+from shoal.sharded.ps.replica.feed import Follower
 from shoal.sharded.ps.replica.log_reader import LogReader, RecordsGone, records
 from shoal.sharded.ps.replica.peer import Peer
 from shoal.sharded.ps.replica.replication import Replication, Role, server_name
@@ -94,6 +96,18 @@ def test_followers_join_leave_and_take_over():
 def test_a_log_that_went_another_way_is_noticed(mine, last, leader, leader_last, why):
     found = differs(Terms(tuple(mine)), last, Terms(tuple(leader)), leader_last)
     assert (why in found) if why else not found
+
+
+def test_answers_wait_for_a_follower_that_is_quick_or_comes_no_nearer():
+    replication = Replication(LoneBoard("a", 0), name="a", follower_timeout=timedelta(seconds=2))
+    replication._last = lambda: 5000
+    assert replication._is_near(Follower(after=4990, round_s=0.01), 10.0)
+    slow = Follower(after=4990, round_s=1.0, near_since=10.0)
+    assert not replication._is_near(slow, 11.0)
+    assert replication._is_near(slow, 12.5)
+    far = Follower(after=100, round_s=1.0, near_since=0.0)
+    assert not replication._is_near(far, 12.5)
+    assert far.near_since == 12.5
 
 
 def test_terms_are_kept_in_a_file(tmp_path):
@@ -225,6 +239,23 @@ def test_a_follower_has_every_row_and_answers_no_write(group):
     assert leader.server.info()["group"]["follower_lag"] == {follower.replication.name: 0}
 
 
+def test_a_leader_without_contact_to_the_registry_answers_no_read(group, monkeypatch):
+    """Another server may lead by then, and have newer rows."""
+    leader = group("a", stale_reads=timedelta(seconds=60))
+    eventually(lambda: leader.leads)
+    with PsClient([leader.address], deadline=LONG) as client:
+        table = table_of(client)
+        table.assign(T([1]), torch.ones(1, 2))
+        monkeypatch.setattr(leader.replication.board, "in_contact", lambda: False)
+        client.deadline = timedelta(seconds=0.5)
+        for ids in (T([1]), torch.arange(100_000)):  # a small read is answered in another place than a large one
+            with pytest.raises(DeadlineError, match="lost contact with the registry"):
+                table.lookup(ids)
+        monkeypatch.undo()
+        client.deadline = LONG
+        assert table.lookup(T([1])).tolist() == [[1, 1]]
+
+
 def test_a_follower_leads_when_the_leader_has_gone_and_nothing_is_lost_or_doubled(group):
     leader = group("a")
     eventually(lambda: leader.leads)
@@ -258,6 +289,35 @@ def test_an_old_leader_follows_when_it_comes_back(group, tmp_path):
         table.apply_gradients(T([1]), torch.ones(1, 2), 2)
     assert back.replication.role is Role.FOLLOWER
     assert back.rows(T([1])).tolist() == [[-3, -3]]
+
+
+def test_a_follower_hears_from_the_leader_that_it_leads_now(group, monkeypatch):
+    leader = group("a")
+    eventually(lambda: leader.leads)
+    follower = group("b")
+    in_sync(leader, follower)
+    monkeypatch.setattr(replication_module, "TICK_S", 2 * WITHIN_S)  # nobody looks into the registry by itself
+    time.sleep(0.3)
+    with PsClient([f"{leader.address}|{follower.address}"], deadline=LONG) as client:
+        name = client.info()[0]["group"]["name"]
+        assert leader.replication.hand_over() == follower.replication.name != name
+        eventually(lambda: follower.leads)
+        monkeypatch.undo()
+        eventually(lambda: client.info()[0]["group"]["role"] == "leader")
+
+
+def test_a_leader_without_the_registry_answers_no_reads(group, monkeypatch):
+    leader = group("a")
+    eventually(lambda: leader.leads)
+    with PsClient([leader.address], deadline=timedelta(seconds=WITHIN_S)) as client:
+        table = table_of(client)
+        table.apply_gradients(T([1]), torch.ones(1, 2), 0)
+        assert table.lookup(T([1])).tolist() == [[-1, -1]]
+        monkeypatch.setattr(leader.replication.board, "in_contact", lambda: False)
+        with pytest.raises(DeadlineError, match="lost contact with the registry"):  # another one may lead and know more
+            client.read({0: Request(Op.LOOKUP, counts=(1,), names=("t",), ids=T([1]))}, timedelta(seconds=1))
+        monkeypatch.undo()
+        assert table.lookup(T([1])).tolist() == [[-1, -1]]
 
 
 def test_a_log_that_nobody_acknowledged_is_set_aside(group, tmp_path):

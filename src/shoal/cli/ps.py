@@ -62,8 +62,9 @@ class Serve:
     """The server's .key_secret file: CURVE identity and encryption."""
     clients: Path | None = None
     """Folder with the public keys of those who may connect; without it all who have the server's public key may."""
-    insecure: bool = False
-    """Listen beyond this machine without keys, TLS and tokens: anyone on the network can read and change rows."""
+    allow_insecure: bool = False
+    """Listen beyond this machine without keys, TLS and tokens: anyone on the network can read and change rows.
+    --insecure is the same."""
     max_ids: int = 1 << 24
     """Ids in one request at most."""
     threads: int = 2
@@ -216,6 +217,7 @@ def main(argv: list[str]) -> int:
     }
     if argv[:1] and argv[0] in verbs:
         return run_verb("ps", "", verbs, argv)
+    argv = ["--allow-insecure" if word == "--insecure" else word for word in argv]  # as it was called at first
     options = parse(Serve, argv, "ps", f"{Serve.__doc__}\n\n{EXAMPLES}")
     return options if isinstance(options, int) else serve(options)
 
@@ -259,7 +261,7 @@ def _serve_once(options: Serve, stop: Any, ports: tuple[int, int] | None) -> tup
         http_host=options.http_host,
         http_port=ports[1] if ports else options.http_port,
         keys=None if options.keys is None else ServerKeys(secret=options.keys, clients=options.clients),
-        insecure=options.insecure,
+        insecure=options.allow_insecure,
         http_security=options.http_security.build(),
         limits=Limits(max_ids=options.max_ids),
         read_threads=options.threads,

@@ -94,5 +94,5 @@ def check_bind(host: str, keys: ServerKeys | None, insecure: bool) -> None:
     if keys is None and not insecure and not is_loopback(host):
         raise ConfigError(
             f"binding to {host!r} without keys would let anyone on the network read and change the tables; make keys "
-            "with `shoal ps keygen` and give --keys, or say --insecure"
+            "with `shoal ps keygen` and give --keys, or say --allow-insecure"
         )

@@ -22,7 +22,8 @@ ANOTHER_S = 0.3  # without a connection before another server of the shard is tr
 HALF_OPEN_S = 3.0  # of silence after which another server of the shard is tried
 UNANSWERED_S = 3.0  # after which another server is asked: this one may have lost the lead and not know it yet
 LONG_OPS = (Op.CHECKPOINT, Op.RESTORE)  # which take as long as they take
-BACKOFF_S = 0.2  # before a request that the server could not take now is sent again
+FIRST_BACKOFF_S = 0.01  # before a request that the server could not take now is sent again; twice as long each time
+BACKOFF_S = 0.2  # and at most this
 
 
 class Call:
@@ -56,6 +57,7 @@ class Line:
         self._established = False
         self._handshakes_failed = 0
         self._resend_at: float | None = None
+        self._backoff_s = FIRST_BACKOFF_S
         self._heard_at = 0.0
         self._socket: Any = None
         self._monitor: Any = None
@@ -167,8 +169,11 @@ class Line:
         return _checked(call.reply, self.shard, self.address)
 
     def _receive(self, until: float) -> list[Any] | None:
-        """The next message; None after a tick without one, or at ``until`` if that comes first."""
+        """The next message; None after a tick without one, or at ``until`` or when something is to be sent again if
+        that comes first."""
         zmq = self.client.zmq
+        if self._resend_at is not None:
+            until = min(until, self._resend_at)
         left_ms = int((until - time.monotonic()) * 1000) + 1
         try:
             if left_ms < TICK_MS and not self._socket.poll(max(0, left_ms)):
@@ -192,8 +197,10 @@ class Line:
             if reply.status == Status.NOT_LEADER and len(self._servers) > 1:
                 self._try_another(bytes(reply.payload[1]).decode("utf-8", "replace") if len(reply.payload) > 1 else "")
             if self._resend_at is None:
-                self._resend_at = time.monotonic() + BACKOFF_S
+                self._resend_at = time.monotonic() + self._backoff_s
+                self._backoff_s = min(2 * self._backoff_s, BACKOFF_S)
             return
+        self._backoff_s = FIRST_BACKOFF_S
         del self.calls[reply.request]
         call.reply = reply
 
@@ -237,6 +244,8 @@ class Line:
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._established, self._handshakes_failed = True, 0
             elif kind == zmq.EVENT_DISCONNECTED:  # before a handshake nothing was sent that could be lost
+                if self._established and not self._cut and len(self._servers) > 1:
+                    self._try_another()  # which knows who leads now
                 self._cut, self._established = self._cut or self._established, False
             else:
                 self._handshakes_failed += 1

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,13 @@ class Follower:
     heard: float = 0.0
     moved: float = 0.0
     """When it last had more than before, or everything. One that asks and does not move cannot write to its disk."""
+    given: int = 0
+    given_at: float = 0.0
+    """The last record that there was when it was last answered, and when that was."""
+    round_s: float = float("inf")
+    """How long it took to store all that there was when it was last answered; 0 where it has everything."""
+    near_since: float = field(default_factory=time.monotonic)
+    """When it last lacked so much that nobody should wait for it."""
     reader: LogReader | None = None
     waiting: Waiting | None = None
     until: float = 0.0
@@ -79,6 +86,8 @@ class Feed:
         self._held: deque[Applied] = deque()
         self._answers: list[tuple[Waiting, Reply]] = []
         self._ended = False
+        self._next = ""
+        """The follower that leads from now on."""
 
     # --- what others tell -------------------------------------------------------------------------------------------
 
@@ -104,16 +113,25 @@ class Feed:
                 self.counted.discard(name)
                 self._answers.append((waiting, self._reply(waiting.request, b"", problem)))
             else:
-                if after > follower.after or after >= self._last():
+                level = after >= self._last()
+                if level or after > follower.after:
                     follower.moved = follower.heard
+                stored_s = follower.heard - follower.given_at if after >= follower.given else float("inf")
+                follower.round_s = 0.0 if level else stored_s
                 follower.after, follower.waiting = after, waiting
                 follower.until = follower.heard + wait_s
-            self._changed.notify()
+            if problem or self.ack is Ack.FOLLOWER:
+                self._changed.notify()
 
     def wake(self) -> None:
-        """There is a new record in the log."""
-        with self._changed:
-            self._changed.notify()
+        """There is a new record in the log, or fewer followers to wait for.
+
+        A follower whose disk no answer waits for gets what has come at the next tick: a round for each record would
+        take as much time as the records.
+        """
+        if self.ack is Ack.FOLLOWER:
+            with self._changed:
+                self._changed.notify()
 
     def pass_on(self, applied: Iterable[Applied]) -> list[Applied]:
         """Which answers may leave now that their writes are on this disk; the others leave by way of `loop`."""
@@ -152,6 +170,12 @@ class Feed:
         with self._changed:
             return {name: max(0, self._last() - each.after) for name, each in self.followers.items()}
 
+    def hand_over(self, name: str) -> None:
+        """Tells the followers at once that this one leads."""
+        with self._changed:
+            self._next = name
+            self._changed.notify()
+
     def refuse_held(self, why: str) -> list[tuple[Waiting, Reply]]:
         """Answers that cannot be given any more, as refusals that may be tried again elsewhere."""
         with self._changed:
@@ -188,7 +212,7 @@ class Feed:
     def _serve(self, name: str, follower: Follower) -> tuple[Waiting, Reply] | None:
         """The answer to a follower, if it has one now."""
         waiting, last = follower.waiting, self._last()
-        if waiting is None or (last <= follower.after and time.monotonic() < follower.until):
+        if waiting is None or (last <= follower.after and time.monotonic() < follower.until and not self._next):
             return None
         data, problem = b"", ""
         if last > follower.after:
@@ -204,10 +228,13 @@ class Feed:
             if follower.waiting is not waiting:
                 return None
             follower.waiting = None
+            follower.given, follower.given_at = last, time.monotonic()
         return waiting, self._reply(waiting.request, data, problem)
 
     def _reply(self, request: Request, data: bytes, problem: str = "") -> Reply:
         head: dict[str, Any] = {"terms": self._terms().spans, "last": self._last(), "problem": problem}
+        if self._next:
+            head["next"] = self._next
         return Reply(Status.OK, request.request, 0, [json.dumps(head).encode(), data])
 
 

@@ -34,23 +34,25 @@ class LogReader:
         """
         if self._fd < 0 or self._next != after + 1:
             self._seek(after + 1)
-        parts, total = [], 0
+        parts, begin, total = [], self._at, 0
         while self._next <= last:
             head = os.pread(self._fd, HEAD_BYTES, self._at)
-            if len(head) < HEAD_BYTES:
-                if not self._open_file(self._next):  # the last record of this file was read; the next file is not here
+            if len(head) < HEAD_BYTES:  # the last record of this file was read
+                parts.append(os.pread(self._fd, self._at - begin, begin))
+                more, begin = self._open_file(self._next), self._at
+                if not more:
                     break
                 continue
             magic, _, header, _, ids, values, number = _SIZES.unpack_from(head)
             if magic != RECORD_MAGIC or number != self._next:
                 raise DataError(f"the log in {self._directory} is damaged at record {self._next}")
             size = HEAD_BYTES + header + ids + values
-            if parts and total + size > max_bytes:
+            if total and total + size > max_bytes:
                 break
-            parts.append(os.pread(self._fd, size, self._at))
             total += size
             self._at += size
             self._next += 1
+        parts.append(os.pread(self._fd, self._at - begin, begin))
         return b"".join(parts)
 
     def _seek(self, number: int) -> None:

@@ -34,7 +34,9 @@ log = logging.getLogger("shoal.ps")
 TICK_S = 0.1
 ASK_S = 1.0  # how long a leader waits for records before it answers that there are none
 APPLY_S = timedelta(minutes=10)
+FAREWELL_S = 0.2  # in which a server that leads no more tells workers who does, before it starts again
 NEAR = 1000  # records that a follower may lack when answers begin to wait for it
+SHORT_S = 0.05  # and how long it may take to store what it was given, so that this wait is not noticed
 ANYBODY = frozenset({Op.INFO, Op.FOLLOW, Op.FETCH, Op.HANDOVER, Op.PUBLISH})
 
 
@@ -84,6 +86,8 @@ class Replication:
         self._follower_timeout_s = follower_timeout.total_seconds()
         self._fresh_at = 0.0  # when this follower last had all that its leader had
         self._handing_over = False
+        self._look_now = threading.Event()
+        """The registry has changed, as far as is known here."""
         self._waits = ""
         self._full = False
         self._state: ShardState | None = None
@@ -142,7 +146,7 @@ class Replication:
     # --- what the server asks ---------------------------------------------------------------------------------------
 
     def may_answer(self) -> bool:
-        """Whether a write may be acknowledged now: this server leads, and nobody else can lead meanwhile."""
+        """Whether a write may be acknowledged, and a read answered: this server leads, and nobody else can by now."""
         return self.role is Role.LEADER and not self.rebuild and self.board.in_contact()
 
     def refusal(self, request: Request) -> Reply | None:
@@ -153,7 +157,7 @@ class Replication:
         if self.role is Role.LEADER and not self.rebuild:
             if self._handing_over and (request.op.writes or request.op == Op.CHECKPOINT):
                 return error_reply(request.request, Status.UNAVAILABLE, f"shard {shard} is being handed over")
-            if request.op.writes and not self.board.in_contact():
+            if request.op != Op.CHECKPOINT and not self.board.in_contact():  # reads could miss what others acknowledged
                 text = f"shard {shard}: this server has lost contact with the registry, and another one may lead"
                 return Reply(Status.NOT_LEADER, request.request, 0, [text.encode(), b""])
             return None
@@ -169,10 +173,12 @@ class Replication:
         return Reply(Status.NOT_LEADER, request.request, 0, [text.encode(), self.leader.encode()])
 
     def serves_reads(self) -> bool:
-        return (self.role is Role.LEADER and not self.rebuild) or self._reads_stale()
+        return self.may_answer() or self._reads_stale()
 
     def _reads_stale(self) -> bool:
-        return self._stale_reads is not None and self.lag_s() <= self._stale_reads.total_seconds()
+        if self.role is Role.LEADER or self._stale_reads is None:
+            return False
+        return self.lag_s() <= self._stale_reads.total_seconds()
 
     def lag_s(self) -> float:
         """How long ago this server had every record that its leader had; 0 for the leader."""
@@ -240,7 +246,8 @@ class Replication:
                 elif not away:
                     log.error("shard %d: the registry does not answer: %r", self._engine.shard.index, error)
                 away = True
-            stopped.wait(TICK_S)
+            self._look_now.wait(TICK_S)
+            self._look_now.clear()
 
     def _keep_leading(self, state: ShardState | None) -> None:
         if state is None or state.leader != self.name or state.term != self.term:
@@ -252,9 +259,10 @@ class Replication:
                 self._counted_since.pop(follower, None)
                 if follower not in state.in_sync:
                     feed.counted.discard(follower)
-            elif follower not in feed.counted and self._last() - known.after <= NEAR:
-                feed.counted.add(follower)
-                self._counted_since[follower] = self._last()
+            elif follower not in feed.counted:
+                if self._is_near(known, now):
+                    feed.counted.add(follower)
+                    self._counted_since[follower] = self._last()
             elif (
                 follower not in state.in_sync
                 and known.after >= self._counted_since.get(follower, 1 << 62)
@@ -284,6 +292,12 @@ class Replication:
         return now - follower.heard > self._follower_timeout_s or (
             follower.after < self._last() and now - follower.moved > 2 * self._follower_timeout_s
         )
+
+    def _is_near(self, follower: Follower, now: float) -> bool:
+        """Whether answers may begin to wait for a follower: it stores what it gets at once, or cannot come nearer."""
+        if self._last() - follower.after > NEAR:
+            follower.near_since = now
+        return follower.round_s <= SHORT_S or now - follower.near_since > self._follower_timeout_s
 
     def _keep_following(self, state: ShardState | None, members: dict[str, str]) -> None:
         self.leader = members.get(state.leader, "") if state is not None and state.leader != self.name else ""
@@ -323,7 +337,9 @@ class Replication:
         with self._backlog.outlet() as outlet:
             for waiting, reply in self.feed.refuse_held(why):
                 self._backlog.answer(outlet, waiting, reply)
-        self._stop(why)
+        farewell = threading.Timer(FAREWELL_S, self._stop, [why])
+        farewell.daemon = True
+        farewell.start()
 
     def follow(self, stopped: threading.Event) -> None:
         """Asks the leader for records and applies them; the thread's loop."""
@@ -370,6 +386,10 @@ class Replication:
             return
         if head["problem"]:
             self._step_down(f"this server cannot follow {peer.address}: {head['problem']}")
+            return
+        if head.get("next") == self.name:
+            self._look_now.set()
+            time.sleep(0.02)  # until this server leads; meanwhile there is nothing to take
             return
         self._use_terms(head)
         self.term = max(self.term, self.terms.newest)
@@ -428,6 +448,8 @@ class Replication:
                     known = self.feed.followers.get(name)
                     if known is not None and known.after >= last and not self.feed.waiting:
                         if self.board.change(state, handed_over(state, name)):
+                            self.feed.hand_over(name)
+                            self.leader = self.board.members().get(name, "")
                             self._step_down(f"handed over to {name}")
                             return name
                         state = self.board.read() or state

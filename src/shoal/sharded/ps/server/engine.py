@@ -204,7 +204,7 @@ class Engine:
                 raise DataError(
                     f"shard {self.shard.index}: record {self.log.next_number} must come next, the leader sent {number}"
                 )
-            request = parse_request(header, bytes(ids), bytes(values))
+            request = parse_request(header, bytearray(ids), bytearray(values))  # aligned, and not copied again
             if self._snapshot is not None and (request.op in WHOLE_TABLE or request.op == Op.CHECKPOINT):
                 return taken
             self.log.append([header, ids, values])
