@@ -1,7 +1,7 @@
 """How near `shoal plan` comes to real runs: one process, ranks by all-to-all, a worker and a parameter server.
 
-    python -m benchmarks plan                     # 1 and 2 ranks
-    python -m benchmarks plan --ranks 1,2,4,8     # on 16 cores
+    python -m benchmarks.plan                     # 1 and 2 ranks
+    python -m benchmarks.plan --ranks 1,2,4,8     # on 16 cores
 
 Costs are measured first. Then ten steps of each model are timed in one process (in as many at once as there will be
 ranks, since they share this machine), and the model is trained for real: its tables by row, by table and as copies on
@@ -25,6 +25,7 @@ import torch
 from benchmarks.harness import Report, parser
 from shoal.plan.config import HostPlan, ModelPlan, Plan, TablePlan
 from shoal.plan.costs import measure
+from shoal.plan.model import alone as alone_of_plan
 from shoal.plan.model import estimate, loads_of_plan
 from shoal.plan.steps import way_of
 from shoal.sharded import Plan as Sharding
@@ -153,13 +154,14 @@ def predicted(
         model=ModelPlan(batch=case["batch"], dense_parameters=measured["dense"], step_ms=1e3 * measured["own_s"]),
         host=HostPlan(cores=1, network_gbps=1000, latency_us=0, servers_per_worker=1, hosts=(hosts,)),
     )  # fmt: skip
+    costs = costs.beside(hosts)  # all ranks are on this machine
     found = estimate(plan, costs, hosts, layout)
     if hosts == 1 or layout == "parameter_server" or way == "row":
         return found.seconds
-    loads = loads_of_plan(plan, costs)
+    loads, (_, fitted) = loads_of_plan(plan, costs), alone_of_plan(plan, costs)
     tables = tuple(Placement(load=load, way=way_of(way, n, hosts)) for n, load in enumerate(loads))
     dense = {part: found.seconds[part] for part in ("step", "dense", "all-reduce") if part in found.seconds}
-    return Sharding(tables=tables, ranks=hosts, costs=costs).step.parts | dense
+    return Sharding(tables=tables, ranks=hosts, costs=fitted).step.parts | dense
 
 
 def runs_of(ranks: list[int]) -> Iterator[tuple[str, int, str, str, dict[str, Any], dict[str, Any]]]:

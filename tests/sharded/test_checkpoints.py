@@ -267,7 +267,7 @@ def test_a_checkpoint_that_fails_harms_nobody_and_is_tried_again(servers, tmp_pa
 
 
 @pytest.mark.timeout(900)
-def test_killed_in_the_middle_of_a_checkpoint_with_updates_flowing(tmp_path):
+def test_killed_in_the_middle_of_a_checkpoint_with_updates_flowing(tmp_path, forked_servers):
     settings = {"optimizer": "adam", "initializer": "uniform", "lr": 0.01}
     judge = HashTable(16, seed=1, name="judge", **settings)
     options = ["--durability", "log", "--dir", str(tmp_path), "--checkpoint-every", "0.05s"]

@@ -18,7 +18,7 @@ SETTINGS = {"optimizer": "adam", "initializer": "uniform", "lr": 0.01}
 
 
 @pytest.mark.timeout(900)
-def test_killed_servers_come_back_and_workers_never_notice_but_by_waiting(tmp_path):
+def test_killed_servers_come_back_and_workers_never_notice_but_by_waiting(tmp_path, forked_servers):
     judge = HashTable(8, seed=1, name="judge", **SETTINGS)
     options = ["--durability", "log", "--dir", str(tmp_path), "--checkpoint-every", "0.5s"]
     with LocalServers(2, options) as servers:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from shoal.train.loop.config import Config
-from shoal.train.loop.reporter import Reporter
+from shoal.train.loop.measure.reporter import Reporter
 
 _LISTED = 6
 

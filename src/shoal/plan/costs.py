@@ -45,9 +45,9 @@ def measure(progress: Callable[[str], None] = lambda _: None) -> Costs:
         progress("steps with a parameter server")
         costs = replace(costs, **steps.with_server(costs))
         timed = []
-        for ranks in steps.RANKS:
-            if ranks == 2 or ranks <= cpus:
-                progress(f"steps on {ranks} ranks")
+        for ranks in (1, *steps.RANKS):
+            if ranks <= max(2, cpus):
+                progress(f"steps on {ranks} rank{'s'[: ranks > 1]}")
                 timed += steps.timed_on(ranks)
     finally:
         torch.set_num_threads(threads)

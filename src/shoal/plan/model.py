@@ -7,13 +7,16 @@ pipeline can only be better. Work of several cores is divided by their number.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shoal.plan.config import Plan, TablePlan
+from shoal.sharded.all_to_all.ways import Way
 from shoal.sharded.placement.costs import Costs
-from shoal.sharded.placement.model import Links, TableLoad, state_bytes
+from shoal.sharded.placement.model import FLOAT_BYTES, ID_BYTES, Links, Step, TableLoad, state_bytes
 from shoal.sharded.placement.model import row_bytes as bytes_of_row
+from shoal.sharded.placement.plan import Placement
 from shoal.sharded.placement.plan import Plan as Sharding
 from shoal.sharded.placement.planner import PlanError
 from shoal.sharded.placement.planner import plan as make_sharding
@@ -91,118 +94,105 @@ def sharding_of(plan: Plan, costs: Costs, hosts: int) -> Sharding:
     Raises:
         PlanError: they do not fit.
     """
-    host = plan.host
-    links = Links(gb_per_s=host.bytes_per_second / 1e9, latency_us=host.latency_us)
-    memory_gb = host.memory_gb - 16e-9 * plan.model.dense_parameters
-    return make_sharding(
-        loads_of_plan(plan, costs), hosts, costs, memory_gb=max(1e-9, memory_gb), cores=host.cores, links=links
-    )  # fmt: skip
+    memory_gb = max(1e-9, plan.host.memory_gb - 16e-9 * plan.model.dense_parameters)
+    loads, cores = loads_of_plan(plan, costs), plan.host.cores
+    return make_sharding(loads, hosts, costs, memory_gb=memory_gb, cores=cores, links=_links(plan))
 
 
-def _planned(plan: Plan, costs: Costs, hosts: int) -> Estimate:
-    """All-to-all, with each table spread in the best way; by row where nothing fits."""
-    by_row = estimate(plan, costs, hosts, "all_to_all")
-    try:
-        made = sharding_of(plan, costs, hosts)
-    except PlanError:
-        return replace(by_row, layout="planned", notes=["by row: nothing fits"])
-    seconds = {name: by_row.seconds[name] for name in ("step", "dense", "all-reduce") if name in by_row.seconds}
-    step = made.step
-    seconds["table"] = step.compute_s
-    if hosts > 1:
-        seconds |= {"network": step.network_s, "latency": step.latency_s, "calls": step.calls_s + step.merging_s}
-    model = plan.model
-    step_s, memory = sum(seconds.values()), float(made.total.memory.max()) + 16 * model.dense_parameters
-    rate = hosts * model.batch / step_s
-    kinds = Counter(placed.way.kind for placed in made.tables)
-    reduced = 2 * (hosts - 1) / hosts * 4 * model.dense_parameters
-    return replace(
-        by_row, layout="planned", seconds=seconds, step_s=step_s, samples_per_s=rate, memory_bytes=memory,
-        network_bytes=float(made.total.sent.max()) + reduced, memory_share=memory / (plan.host.memory_gb * 1e9),
-        bottleneck=max(seconds, key=seconds.__getitem__), notes=[", ".join(f"{n} {kind}" for kind, n in kinds.items())],
-        days_per_day=rate * 86400 / model.samples_per_day if model.samples_per_day else None,
-    )  # fmt: skip
+def _links(plan: Plan) -> Links:
+    return Links(gb_per_s=plan.host.bytes_per_second / 1e9, latency_us=plan.host.latency_us)
 
 
 def estimate(plan: Plan, costs: Costs, hosts: int, layout: str) -> Estimate:
     """What a step on ``hosts`` workers takes."""
-    if layout == "planned":
-        return _planned(plan, costs, hosts)
     host, model = plan.host, plan.model
+    own, costs = alone(plan, costs)
+    notes: list[str] = []
     servers = max(1, round(hosts * host.servers_per_worker)) if layout == "parameter_server" else 0
-    holders = servers or hosts
-    away = (hosts - 1) / hosts if layout == "all_to_all" else 1.0  # the share of rows that others hold
-    ids = unique = out_bytes = in_bytes = held = 0.0
-    cpu = dict.fromkeys(("route", "pool", "lookup", "update"), 0.0)
-    for table in plan.tables:
-        n = model.batch * table.ids_per_sample * table.count
-        u = n * table.unique_share
-        ids, unique = ids + n, unique + u
-        if servers:
-            cpu["route"] += n * costs.ps_fixed
-        elif hosts > 1:
-            cpu["route"] += n * costs.rows("route", table.dim)
-        cpu["pool"] += n * costs.rows("pool", table.dim)
-        cpu["lookup"] += u * costs.rows("lookup", table.dim)
-        cpu["update"] += u * costs.rows("update", table.dim)
-        out_bytes += u * (8 + 8 + 4 * table.dim)  # ids to look up; ids and gradients to apply
-        in_bytes += u * 4 * table.dim
-        held += held_bytes(table, costs)
-    if layout == "all_to_all":  # the ids of a lookup are used again for the gradients
-        out_bytes -= 8 * unique
-    cores = host.cores
-    seconds: dict[str, float] = {"step": costs.step_us * 1e-6}
-    seconds["pooling"] = cpu["pool"] * 1e-9 / cores
-    dense_flops = host.dense_tflops * 1e12 or costs.dense_gflops * 1e9 * cores
-    seconds["dense"] = model.flops / dense_flops + model.dense_parameters * costs.dense_update * 1e-9
-    share = hosts / servers if servers else 1.0  # workers that one holder of rows serves
-    seconds["table"] = (cpu["lookup"] + cpu["update"]) * 1e-9 / cores
-    _fit_to_model(seconds, model.step_ms / 1e3)
-    seconds["table"] *= share
-    # A host sends rows that others ask for as well as ids and gradients: the fuller direction counts.
-    moved = away * max(out_bytes, in_bytes) if servers else away * (out_bytes + in_bytes)
-    software = costs.ps_gb_per_s if servers else costs.link_gb_per_s
-    link = min(host.bytes_per_second, software * 1e9 * max(1, cores // 2))
-    exchanges = 1 if model.fused else sum(table.count for table in plan.tables)
-    groups = len({table.dim for table in plan.tables}) if model.fused else exchanges
     if servers:
-        seconds["routing"] = cpu["route"] * 1e-9 / cores
-        seconds["network"] = share * moved / link if share > 1 else moved / link
-        requests = 2 * groups * (costs.ps_latency_us + 2 * host.latency_us)  # rows, gradients
-        seconds["latency"] = requests * 1e-6
-    elif hosts > 1:
-        seconds["routing"] = cpu["route"] * 1e-9 / cores
-        seconds["network"] = moved / link
-        seconds["latency"] = 4 * exchanges * (costs.link_latency_us + host.latency_us) * 1e-6
-        merged = 2 * moved / (costs.merge_gb_per_s * 1e9) if model.fused and groups > 1 else 0.0
-        tables = sum(table.count for table in plan.tables)
-        calls_us = exchanges * costs.ranks_us + groups * (costs.group_us + costs.peer_us * (hosts - 2))
-        seconds["calls"] = (calls_us + tables * costs.table_us) * 1e-6 + merged
+        seconds, sent = _with_servers(plan, costs, own, hosts / servers)
+        memory = sum(held_bytes(table, costs) for table in plan.tables) / servers
+    else:
+        spread = [_by_row(plan, costs, hosts)]
+        if layout == "planned":
+            try:
+                spread = [sharding_of(plan, costs, hosts)]
+                kinds = Counter(placed.way.kind for placed in spread[0].tables)
+                notes = [", ".join(f"{n} {kind}" for kind, n in kinds.items())]
+            except PlanError:
+                notes = ["by row: nothing fits"]
+        elif not model.fused:  # each table has exchanges of its own
+            spread = [replace(spread[0], tables=(placed,)) for placed in spread[0].tables]
+        seconds, sent = own, 0.0
+        if hosts > 1:
+            seconds = {name: own[name] for name in ("step", "dense")} | _over_hosts([one.step for one in spread])
+            sent = sum(float(one.total.sent.max()) for one in spread)
+        memory = sum(float(one.total.memory.max()) for one in spread) + 16 * model.dense_parameters
     if hosts > 1:
         reduce_bytes = 2 * (hosts - 1) / hosts * 4 * model.dense_parameters
         peers = hosts - 1  # gloo sums in a ring
         latency = (costs.reduce_latency_us + costs.reduce_peer_us * (hosts - 2) + peers * host.latency_us) * 1e-6
         seconds["all-reduce"] = reduce_bytes / min(host.bytes_per_second, costs.reduce_gb_per_s * 1e9) + latency
-        moved += reduce_bytes
+        sent += reduce_bytes
     step_s = sum(seconds.values())
-    memory = held / holders + (0 if servers else 16 * model.dense_parameters)
     rate = hosts * model.batch / step_s
-    days = rate * 86400 / model.samples_per_day if model.samples_per_day else None
     return Estimate(
         layout=layout, hosts=hosts, servers=servers, seconds=seconds, step_s=step_s, samples_per_s=rate,
-        network_bytes=moved, memory_bytes=memory, memory_share=memory / (host.memory_gb * 1e9),
-        bottleneck=max(seconds, key=seconds.__getitem__), days_per_day=days,
+        network_bytes=sent, memory_bytes=memory, memory_share=memory / (host.memory_gb * 1e9),
+        bottleneck=max(seconds, key=seconds.__getitem__), notes=notes,
+        days_per_day=rate * 86400 / model.samples_per_day if model.samples_per_day else None,
     )  # fmt: skip
 
 
-def _fit_to_model(seconds: dict[str, float], measured: float) -> None:
-    """Makes the parts of a step in one process add up to what a step of the real model took, where that is known."""
-    predicted = sum(seconds.values())
-    if measured > predicted:
+def alone(plan: Plan, costs: Costs) -> tuple[dict[str, float], Costs]:
+    """The parts of a step in one process, and the costs of rows in it.
+
+    Where a step of the real model was timed, the parts add up to that, and rows cost what they do in it.
+    """
+    host, model, cores = plan.host, plan.model, plan.host.cores
+    loads = loads_of_plan(plan, costs)
+    dense_flops = host.dense_tflops * 1e12 or costs.dense_gflops * 1e9 * cores
+    seconds = {
+        "step": costs.step_us * 1e-6,
+        "pooling": sum(load.ids * costs.rows("pool", load.dim) for load in loads) * 1e-9 / cores,
+        "dense": model.flops / dense_flops + model.dense_parameters * costs.dense_update * 1e-9,
+        "table": sum(load.distinct * (costs.rows("lookup", load.dim) + costs.rows("update", load.dim))
+                     for load in loads) * 1e-9 / cores,
+    }  # fmt: skip
+    predicted, measured = sum(seconds.values()), model.step_ms / 1e3
+    if measured > predicted:  # what is not known of the model
         seconds["step"] += measured - predicted
-    elif measured:
-        for part in seconds:
-            seconds[part] *= measured / predicted
+        return seconds, costs
+    share = measured / predicted if measured else 1.0
+    return {part: share * value for part, value in seconds.items()}, costs.rows_times(share)
+
+
+def _by_row(plan: Plan, costs: Costs, hosts: int) -> Sharding:
+    tables = tuple(Placement(load=load, way=Way()) for load in loads_of_plan(plan, costs))
+    return Sharding(tables=tables, ranks=hosts, costs=costs, cores=plan.host.cores, links=_links(plan))
+
+
+def _over_hosts(steps: Sequence[Step]) -> dict[str, float]:
+    parts = {"table": "compute_s", "network": "network_s", "latency": "latency_s"}
+    found = {name: sum(getattr(step, value) for step in steps) for name, value in parts.items()}
+    return found | {"calls": sum(step.calls_s + step.merging_s for step in steps)}
+
+
+def _with_servers(plan: Plan, costs: Costs, own: dict[str, float], share: float) -> tuple[dict[str, float], float]:
+    """The parts of a step whose rows are on servers, each of ``share`` workers; and the bytes that a worker sends."""
+    loads, host = loads_of_plan(plan, costs), plan.host
+    # A host sends ids to look up, then ids and gradients; rows come back: the fuller direction counts.
+    sent = sum(load.distinct * (2 * ID_BYTES + FLOAT_BYTES * load.dim) for load in loads)
+    link = min(host.bytes_per_second, costs.ps_gb_per_s * 1e9 * max(1, host.cores // 2))
+    groups = len({load.dim for load in loads}) if plan.model.fused else len(loads)
+    requests = 2 * groups * (costs.ps_latency_us + 2 * host.latency_us)  # rows, gradients
+    parts = {
+        "table": share * own["table"],
+        "routing": sum(load.ids for load in loads) * costs.ps_fixed * 1e-9 / host.cores,
+        "network": max(1.0, share) * sent / link,
+        "latency": requests * 1e-6,
+    }
+    return own | parts, sent
 
 
 def estimates(plan: Plan, costs: Costs) -> list[Estimate]:

@@ -27,8 +27,11 @@ Shape = tuple[tuple[int, int, int], ...]
 SHAPES: tuple[Shape, ...] = (
     ((16, 20, 1024),), ((64, 20, 512),), ((16, 1, 256),), ((64, 2, 2048),), ((16, 4, 512),) * 4,
     ((8, 4, 512), (16, 4, 512), (32, 4, 512), (64, 4, 512)),
+    ((48, 8, 1024), (128, 4, 1024), (192, 3, 1024)),  # rows that no cache of a core holds
 )  # fmt: skip
 WAYS = ("row", "table", "data")
+LOCAL = "local"
+"""Tables of its own in every process: what ranks on one machine take from each other."""
 RANKS = (2, 4, 8)
 _ROWS = 200_000
 _BATCHES = 6
@@ -81,6 +84,10 @@ def steps_of(make: Any, shape: Shape, seed: int) -> tuple[float, list[float]]:
     return statistics.median(times[_BATCHES:]), distinct
 
 
+def _ways(ranks: int) -> tuple[str, ...]:
+    return (LOCAL, *WAYS) if ranks > 1 else (LOCAL,)
+
+
 def on_rank(rank: int, world: int) -> list[tuple[float, list[float]]]:
     """Steps of every shape in every way."""
     import torch
@@ -91,10 +98,12 @@ def on_rank(rank: int, world: int) -> list[tuple[float, list[float]]]:
     torch.set_num_threads(1)
     shoal.set_num_threads(1)
     found = []
-    for way in WAYS:
+    for way in _ways(world):
         for shape in SHAPES:
 
             def make(number: int, dim: int, way: str = way) -> Any:
+                if way == LOCAL:
+                    return shoal.HashTable(dim, name=f"plan_{number}", optimizer=shoal.Adagrad(lr=0.01))
                 return AllToAllHashTable(dim, name=f"plan_{number}", optimizer=shoal.Adagrad(lr=0.01),
                                          way=way_of(way, number, world))  # fmt: skip
 
@@ -114,7 +123,7 @@ def timed_on(ranks: int) -> list[Timed]:
     from shoal.testing import run_ranks
 
     every = run_ranks(ranks, on_rank, timeout_s=300.0)
-    cases = [(way, shape) for way in WAYS for shape in SHAPES]
+    cases = [(way, shape) for way in _ways(ranks) for shape in SHAPES]
     found = []
     for number, (way, shape) in enumerate(cases):
         seconds = max(own[number][0] for own in every)
@@ -124,17 +133,20 @@ def timed_on(ranks: int) -> list[Timed]:
 
 def _terms(one: Timed, costs: Costs) -> tuple[dict[str, float], float]:
     """Seconds that one unit of each cost adds to the slowest rank's step, and the seconds that are known."""
+    crowded = costs.beside(one.ranks)
     plan = Plan(tables=tuple(Placement(load=load, way=way) for load, way in zip(one.loads, one.ways(), strict=True)),
-                ranks=one.ranks, costs=costs)  # fmt: skip
+                ranks=one.ranks, costs=crowded)  # fmt: skip
     total, step = plan.total, plan.step
     slowest = int((total.compute_s + total.calls_s).argmax())
     known = step.network_s + step.latency_s + step.merging_s
-    terms = {name: 1e-6 * often for name, often in calls(one.loads, one.ways(), one.ranks).items()}
+    slower = 1 + costs.crowd * (one.ranks - 1)
+    terms = {name: 1e-6 * slower * often for name, often in calls(one.loads, one.ways(), one.ranks).items()}
     for load, way in zip(one.loads, one.ways(), strict=True):
         if way.kind in ("row", "data"):
-            known += 1e-9 * local_ns(load, load.dim, costs)
+            known += 1e-9 * local_ns(load, load.dim, crowded)
         for name, often in work(load, way, one.ranks, costs).items():
-            terms[name] = terms.get(name, 0.0) + float(often[slowest]) * (1e-6 if name.endswith("_us") else 1e-9)
+            unit = slower * (1e-6 if name.endswith("_us") else 1e-9)
+            terms[name] = terms.get(name, 0.0) + float(often[slowest]) * unit
     return terms, known
 
 
@@ -143,7 +155,8 @@ def explained(costs: Costs, steps: Sequence[Timed]) -> Costs:
 
     Relative errors count, no cost is below 0, and a cost that the steps do not tell stays about what it was.
     """
-    found = [(*_terms(one, costs), one.seconds) for one in steps]
+    costs = _local(costs, [one for one in steps if one.way == LOCAL])
+    found = [(*_terms(one, costs), one.seconds) for one in steps if one.way != LOCAL]
     names = sorted({name for terms, _, _ in found for name in terms})
     before = np.array([max(1e-3, getattr(costs, name)) for name in names])
     rows = [[terms.get(name, 0.0) / seconds for name in names] for terms, _, seconds in found]
@@ -153,6 +166,31 @@ def explained(costs: Costs, steps: Sequence[Timed]) -> Costs:
     factors = _positive_least_squares(a, b)
     fitted: dict[str, Any] = dict(zip(names, (factors * before).tolist(), strict=True))
     return replace(costs, **fitted)
+
+
+def _local(costs: Costs, steps: Sequence[Timed]) -> Costs:
+    """The costs of rows within modules, and how much ranks slow each other, from steps without exchanges.
+
+    Such a step is ``slower * (share * rows + step + groups + tables)``. The last three are in steps over ranks as well
+    and are told from these.
+    """
+    if not steps:
+        return costs
+    rows = []
+    for one in steps:
+        known = 1e-9 * sum(local_ns(load, load.dim, costs) for load in one.loads)
+        often = [known, 1e-4, 1e-4 * len({load.dim for load in one.loads}), 1e-4 * len(one.loads)]
+        rows.append(np.array(often) / one.seconds)
+    best: tuple[float, float, float] | None = None
+    for crowd in np.arange(0.0, 0.5, 0.005).tolist():
+        a = np.array([row * (1 + crowd * (one.ranks - 1)) for row, one in zip(rows, steps, strict=True)])
+        x = _positive_least_squares(a, np.ones(len(steps)))
+        error = float(((a @ x - 1) ** 2).sum())
+        if best is None or error < best[0]:
+            best = error, crowd, float(x[0])
+    assert best is not None
+    _, crowd, share = best
+    return replace(costs.rows_times(share), crowd=crowd)
 
 
 def _positive_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -101,7 +101,7 @@ def run(options: Options) -> int:
         open_things.callback(
             serve_metrics(options.metrics_port, shown, security, as_json=options.json, at=options.metrics)
         )
-        report = _Reports(options, pump, config.out)
+        report = _Reports(options, pump, str(out))
         report.start()
         while not stop.is_set() and not pump.ended:
             pump.step(0.02)
@@ -138,14 +138,15 @@ class _Reports:
         return counts["impressions"] + counts["actions"]
 
     def start(self) -> None:
+        from shoal.data.live import parse_address
+
         config, native = self._pump.config, self._pump.joiner.native
         if self._options.json:
             self._json("start", self._pump.measure())
             return
+        inputs = " with ".join(str(parse_address(one.source)) for one in (config.impressions, config.actions))
         print(
-            f"joining {config.impressions.source} with {config.actions.source} into {self._out}: windows of "
-            f"{config.window}, state in {config.state}",
-            file=sys.stderr,
+            f"joining {inputs} into {self._out}: windows of {config.window}, state in {config.state}", file=sys.stderr
         )
         if native.emitted or native.open_impressions:
             print(

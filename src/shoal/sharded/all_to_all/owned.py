@@ -384,7 +384,7 @@ class OwnedGroup(RankGroup):
     ) -> Steps[None]:
         refused: Exception | None = None
         finds: list[tuple[_Plan, Features, bool]] = []
-        pieces: list[list[Tensor]] = []
+        given: list[list[Part]] = []
         try:
             self.check_update(each)
             by_find: dict[int, tuple[_Plan, list[Part]]] = {}
@@ -394,22 +394,22 @@ class OwnedGroup(RankGroup):
             for plan, own in (by_find[number] for number in sorted(by_find)):
                 bags = all(part.offsets is not None and part.weights is None for part in own)
                 finds.append((plan, own[0].features, bags))
-                pieces.append(self._gradients(plan, own, bags))
+                given.append(own)
         except Exception as error:  # told to the others first, which would wait otherwise
             refused = error
-            pieces = [[torch.zeros(size, device=self.device) for _, size in self._expected(*find)] for find in finds]
+        flat, send, room = self._laid_out(finds)
+        try:
+            for (plan, _, bags), own, to in zip(finds, given, room, strict=True):
+                self._gradients(plan, own, bags, to)
+        except Exception as error:
+            refused = refused or error
+            flat.zero_()
         told = told_numbers([(plan.number, bags) for plan, _, bags in finds])
         call = Call(UPDATE, finds[0][0].number if finds else 0, self.names, told, refused is not None)
-        by_rank: list[list[Tensor]] = [[] for _ in range(self.ranks)]
-        for find, own in zip(finds, pieces, strict=True):
-            for (rank, _), piece in zip(self._expected(*find), own, strict=True):
-                by_rank[rank].append(piece)
-        flat = torch.cat([torch.empty(0, device=self.device), *(piece for own in by_rank for piece in own)])
         sizes = [
             [self._served(plan.asked[rank], self._wired(features)[self.rank], bags) for plan, features, bags in finds]
             for rank in range(self.ranks)
         ]
-        send = [sum(piece.numel() for piece in own) for own in by_rank]
         came = yield Send("gradients", call, self.exchange.cast(flat), send, [sum(map(sum, own)) for own in sizes])
         if refused is not None:
             refused.add_note(TOLD)
@@ -419,16 +419,29 @@ class OwnedGroup(RankGroup):
         for rank in range(self.ranks):
             grads = [[next(room) for _ in self._held] for _ in finds]
             for b, held in enumerate(self._held):
-                given = []
+                asks = []
                 for (plan, features, bags), own in zip(finds, grads, strict=True):
                     asked, wire = plan.asked[rank][b], self._wired(features)[self.rank][b]
                     bagged = bags and asked.bags >= 0
                     shape = (asked.bags, wire.pooled.width) if bagged else (-1, held.bucket.width)
-                    given.append((wire, asked, plan.kept[rank][b], own[b].view(shape), bagged))
-                held.update(given, step)
+                    asks.append((wire, asked, plan.kept[rank][b], own[b].view(shape), bagged))
+                held.update(asks, step)
 
-    def _gradients(self, plan: _Plan, parts: Sequence[Part], bags: bool) -> list[Tensor]:
-        """The gradients of one find for each bucket of each rank, flat."""
+    def _laid_out(self, finds: Sequence[tuple[_Plan, Features, bool]]) -> tuple[Tensor, list[int], list[list[Tensor]]]:
+        """Room for the gradients of finds, rank after rank; floats for each rank; and of each find that of each bucket
+        of each rank."""
+        expected = [list(self._expected(*find)) for find in finds]
+        order = [(rank, number, size) for number, own in enumerate(expected) for rank, size in own]
+        order.sort(key=lambda one: one[:2])  # of one rank and find as they are expected
+        flat = self._room(sum(size for _, _, size in order))
+        send, room = [0] * self.ranks, [[] for _ in finds]
+        for (rank, number, size), to in zip(order, flat.split([size for _, _, size in order]), strict=True):
+            send[rank] += size
+            room[number].append(to)
+        return flat, send, room
+
+    def _gradients(self, plan: _Plan, parts: Sequence[Part], bags: bool, room: Sequence[Tensor]) -> None:
+        """The gradients of one find for each bucket of each rank, into ``room``."""
         features = parts[0].features
         if bags and plan.bags >= 0:
             shape = [plan.bags, features.width]
@@ -436,29 +449,25 @@ class OwnedGroup(RankGroup):
                 if part.grad.dtype != torch.float32 or list(part.grad.shape) != shape:
                     raise ConfigError(f"grad must be float32 {shape}, got {part.grad.dtype} {list(part.grad.shape)}")
             grad = parts[0].grad if len(parts) == 1 else torch.stack([part.grad for part in parts]).sum(0)
-            pieces = []
-            for _, bucket, wire in self._spans(plan, features, True):
-                columns = [features.columns[f] + bucket.begins[wire.pooled.tables[i]] for i, f in enumerate(wire.order)]
-                blocks = [grad[:, at : at + bucket.width] for at in columns]
-                piece = torch.cat(blocks, 1).reshape(-1) if blocks else grad.new_empty(0)
-                self.check_finite(piece, bucket.tables)
-                pieces.append(piece)
-            return pieces
+            for (_, bucket, wire), to in zip(self._spans(plan, features, True), room, strict=True):
+                block = to.view(plan.bags, len(wire.order) * bucket.width)
+                for i, f in enumerate(wire.order):
+                    begin = features.columns[f] + bucket.begins[wire.pooled.tables[i]]
+                    block[:, i * bucket.width : (i + 1) * bucket.width] = grad[:, begin : begin + bucket.width]
+                self.check_finite(to, bucket.tables)
+            return
         own = [
             part._replace(found=part.found._replace(where=self._where(plan, part.found, part.features)))
             for part in parts
         ]
         rows = add_gradients(own, sum(plan.counts), self.dim).view(-1, self.dim)
-        pieces = []
-        for _, bucket, _ in self._spans(plan, features, False):
-            blocks = [
-                rows[self._rows_of(plan, k), begin : begin + bucket.width].reshape(-1)
-                for k, begin in zip(bucket.tables, bucket.begins, strict=True)
-            ]
-            piece = torch.cat(blocks)
-            self.check_finite(piece, bucket.tables)
-            pieces.append(piece)
-        return pieces
+        for (_, bucket, _), to in zip(self._spans(plan, features, False), room, strict=True):
+            at = 0
+            for k, begin in zip(bucket.tables, bucket.begins, strict=True):
+                block = rows[self._rows_of(plan, k), begin : begin + bucket.width]
+                to[at : at + block.numel()].view(block.shape).copy_(block)
+                at += block.numel()
+            self.check_finite(to, bucket.tables)
 
 
 def _sizes(head: Sequence[int], buckets: Sequence[Bucket], wired: Sequence[Wired]) -> Iterator[int]:

@@ -61,7 +61,10 @@ class PartitionedHashTable:
             raise ConfigError(f"the parser context shards for {self._params.num_ps} servers, the table has {num_ps}")
         self._native = use_native_multi_hash_table and self._params.use_native_multi_hash_table
         if self._native != self._params.use_native_multi_hash_table:
-            raise ConfigError("use_native_multi_hash_table differs from that of the parser context")
+            raise ConfigError(
+                f"use_native_multi_hash_table must be as in the parser context, "
+                f"{self._params.use_native_multi_hash_table}, got {use_native_multi_hash_table}"
+            )
         self._queue_configs = queue_capacities(queue_configs)
         self._hooks: list[SessionRunHook] = []
         self._pooling = Pooling(self._ctx, self._shards)

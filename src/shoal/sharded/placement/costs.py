@@ -6,12 +6,14 @@ import errno
 import json
 import os
 import tempfile
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import DataError
 
-VERSION = 3
+VERSION = 4
+_TIMES, _WAITS = ("_fixed", "_per_dim", "_us", "_update"), ("link", "reduce", "ps_latency")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,8 @@ class Costs:
     """An id on its way to a parameter server and back."""
     merge_gb_per_s: float = 8.0
     """What is put together and taken apart where several groups share an exchange."""
+    crowd: float = 0.05
+    """How much slower each further rank makes the others on its machine, which share memory and caches: 0.05 is 5 %."""
     load: float = 0.0
     """How busy each CPU was with other work, as processes that wanted it; above some tenths, measure again later."""
     machine: str = ""
@@ -83,6 +87,19 @@ class Costs:
 
     def rows(self, what: str, dim: float) -> float:
         return getattr(self, f"{what}_fixed") + getattr(self, f"{what}_per_dim") * dim
+
+    def rows_times(self, share: float) -> Costs:
+        """The costs with other ones of the rows of a table: looked up, pooled, updated."""
+        names = [f"{what}_{part}" for what in ("lookup", "update", "pool") for part in ("fixed", "per_dim")]
+        values: dict[str, Any] = {name: share * getattr(self, name) for name in names}
+        return replace(self, **values)
+
+    def beside(self, ranks: int) -> Costs:
+        """The costs of each of several ranks on one machine."""
+        slower = 1 + self.crowd * (ranks - 1)
+        times = [each.name for each in fields(self) if each.name.endswith(_TIMES) and not each.name.startswith(_WAITS)]
+        values: dict[str, Any] = {name: getattr(self, name) * slower for name in times}
+        return replace(self, **values, dense_gflops=self.dense_gflops / slower, crowd=0.0)
 
 
 USUAL = Costs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ from shoal.sharded.placement.plan import Placement, Plan
 _PASSES = 4
 _NARROWEST = 4  # columns of a slice
 _MOST_RANKS = 1 << 17
+_MOST_NEAR = 8  # ranks that `shoal plan --measure` runs at once
 
 
 class PlanError(ConfigError):
@@ -32,6 +34,7 @@ def plan(
     memory_gb: float | None = None,
     cores: int = 1,
     links: Links | None = None,
+    per_machine: int | None = None,
     ways: Sequence[str] = KINDS,
 ) -> Plan:
     """Chooses a way for each table.
@@ -49,6 +52,8 @@ def plan(
         memory_gb: what a rank may hold of rows; None: no limit.
         cores: that a rank's work on tables is spread over.
         links: between ranks; by default as fast as the software.
+        per_machine: ranks on one machine, which slow each other by ``costs.crowd``. By default one where ``links`` are
+            given, else what torchrun says (``LOCAL_WORLD_SIZE``), else all, but 8 at most.
         ways: the kinds that may be used. A table that cannot be spread so is spread by row.
 
     Raises:
@@ -61,11 +66,21 @@ def plan(
     names = [table.name for table in tables]
     if len(set(names)) != len(names):
         raise ConfigError(f"tables must have distinct names, got {sorted(names)}")
-    search = _Search(list(tables), ranks, costs or known_costs(), memory_gb, cores, links or Links(), tuple(ways))
+    if per_machine is None:
+        per_machine = 1 if links else _near(ranks)
+    if not 1 <= per_machine <= ranks:
+        raise ConfigError(f"per_machine must be from 1 to the {ranks} ranks, got {per_machine}")
+    costs = (costs or known_costs()).beside(per_machine)
+    search = _Search(list(tables), ranks, costs, memory_gb, cores, links or Links(), tuple(ways))
     best = search.run()
     if search.excess(best) > 0:
         raise search.refusal(best)
     return search.made(best)
+
+
+def _near(ranks: int) -> int:
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(ranks, max(1, int(said)) if said.isdecimal() else _MOST_NEAR)
 
 
 class _Search:
