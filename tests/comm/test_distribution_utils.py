@@ -823,6 +823,11 @@ def alone(rank, world):
     for name in (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     hvd_lib.init("horovod")
+    ones = torch.ones(2, 3).t()
+    got = hvd_lib.broadcast(ones, 0)
+    assert torch.equal(got, ones)
+    assert got.is_contiguous()
+    assert got.data_ptr() != ones.data_ptr()
     return hvd_lib.allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
 
 

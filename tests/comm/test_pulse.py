@@ -81,6 +81,35 @@ def test_calls_end_with_the_names_of_the_lost(ranks):
     assert caught.value.ranks == (2,)
 
 
+@pytest.mark.parametrize("error", [None, "connection closed"])
+def test_a_collective_that_ends_just_after_a_slice_of_its_wait_is_no_timeout(error):
+    class Ended:
+        waits = 0
+
+        def wait(self, timeout=None):
+            self.waits += 1
+            if self.waits == 1:
+                raise RuntimeError("Operation timed out!")
+            if error:
+                raise RuntimeError(error)
+
+        def is_completed(self):
+            return True
+
+    class Group:
+        pass
+
+    group, work = Group(), Ended()
+    watch = Watch(group, collectives.local_store(), 0, 1)
+    if error is None:
+        watch.wait("all_gather", work, 30.0)
+        assert work.waits == 2
+        assert not watch.broken
+        return
+    with pytest.raises(PeerError, match=r"all_gather failed \(connection closed\)"):
+        watch.wait("all_gather", work, 30.0)
+
+
 def test_it_is_on_where_ranks_are_started_again(monkeypatch):
     monkeypatch.delenv("SHOAL_RANK_LOST_S", raising=False)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")

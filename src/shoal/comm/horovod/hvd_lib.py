@@ -207,6 +207,8 @@ def broadcast(t: Tensor, root_rank: int) -> Tensor:
     """``root_rank``'s ``t``, in new memory."""
     ranks, t = _ranks(), t.detach()
     root = ranks.rank == root_rank
+    if root and ranks.world_size == 1:
+        return t.clone(memory_format=torch.contiguous_format)
     out = torch.empty_like(t, memory_format=torch.contiguous_format)
     wire = ranks.on_wire(flat_bytes(t.data if root else out))  # as bytes: no backend knows every dtype
     started = ranks.start_broadcast(wire, root_rank)

@@ -21,7 +21,9 @@ from shoal.comm.ranks.collectives import tcp_store
 from shoal.errors import ConfigError
 
 STOP_S = 5
-"""How long the ranks of this host have to end when another one has failed."""
+"""How long the ranks of this host have to save and end when hosts come or go."""
+FAILED_STOP_S = 1
+"""The same when one of them has failed: the others cannot save without it."""
 NOT_AGAIN = {2: "its usage or configuration is wrong", 3: "the guard ended the run"}
 """Exit codes after which starting again cannot help."""
 
@@ -71,6 +73,7 @@ def run_elastic(launch: Launch, command: Sequence[str], tell: Callable[[str], No
     here = alone and not launch.meet
     # Hosts whose first one was lost would look for the store of their ranks on it, for ever.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0" if here else "1"
+    os.environ["SHOAL_PARENT"] = str(os.getpid())  # commands of ours that are ranks end with a launcher that is killed
     config = launcher.LaunchConfig(
         min_nodes=launch.hosts[0],
         max_nodes=launch.hosts[1],
@@ -168,8 +171,8 @@ class _Agent(LocalElasticAgent):
         context: Any = self._pcontext
         real = context.close
 
-        def close(death_sig: Any = None, timeout: int = STOP_S) -> None:
-            real(death_sig, timeout)  # torch's own 30 s are for ranks that could still save
+        def close(death_sig: Any = None, timeout: int = STOP_S) -> None:  # instead of torch's 30
+            real(death_sig, FAILED_STOP_S if self._why else timeout)
 
         context.close = close
         return started

@@ -90,7 +90,7 @@ def stop() -> None:
 
 
 def group_of(group: Group = None) -> Any:
-    """The group itself."""
+    """The group itself; None where the default one was not started."""
     return dist.group.WORLD if group is None else group
 
 

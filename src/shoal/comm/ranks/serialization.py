@@ -55,16 +55,20 @@ def serialize_tensors(tensors: Sequence[Tensor]) -> bytes:
     raws, descriptors, offset = [], [], 0
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
-            raise SerializationError(f"serialize_tensors: item {i} is {type(tensor).__name__}, not a tensor")
+            raise SerializationError(f"serialize_tensors: item {i} must be a tensor, got {type(tensor).__name__}")
         if tensor.layout != torch.strided:
-            raise SerializationError(f"serialize_tensors: tensor {i} has layout {tensor.layout}; make it dense first")
+            raise SerializationError(f"serialize_tensors: tensor {i} must be dense, got {tensor.layout}")
         if tensor.is_meta:
             raise SerializationError(f"serialize_tensors: tensor {i} is on the meta device and has no data")
         if tensor.dtype not in CODES:
             names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-            raise SerializationError(f"serialize_tensors: tensor {i} has dtype {tensor.dtype}; the format has {names}")
+            raise SerializationError(
+                f"serialize_tensors: the dtype of tensor {i} must be one of {names}, got {tensor.dtype}"
+            )
         if tensor.ndim > MAX_NDIM:
-            raise SerializationError(f"serialize_tensors: tensor {i} has {tensor.ndim} dimensions; at most {MAX_NDIM}")
+            raise SerializationError(
+                f"serialize_tensors: tensor {i} must have at most {MAX_NDIM} dimensions, got {tensor.ndim}"
+            )
         raw = _raw(tensor)
         offset = _aligned(offset)
         descriptors.append(

@@ -196,9 +196,9 @@ class ProcessGroup(Backend):
 
 def default_ranks(group: Any = None) -> Ranks:
     """The process group where there is one, else a single rank; the same object for the same group."""
-    if group is None and not collectives.is_started():
-        return SingleRank()
     key = collectives.group_of(group)
+    if key is None:
+        return SingleRank()
     found = _ranks.get(id(key))  # it keeps its group, so that this number is not another group's by now
     if found is None:
         found = _ranks[id(key)] = ProcessGroup(group)

@@ -15,6 +15,7 @@ from shoal.errors import DeadlineError, PeerError, ShoalError
 from shoal.metrics import emit_counter
 
 SLICE_S = 0.2
+_SLICE, _NOTHING = timedelta(seconds=SLICE_S), nullcontext()
 ROLL_CALL_S = 3.0
 """The most that a failed collective waits to hear who else is alive."""
 _FAILED = "failed"
@@ -64,12 +65,16 @@ class Watch:
         try:
             while True:
                 left = max(end - time.monotonic(), 0.001)
+                limit = _SLICE if sliced and left >= SLICE_S else timedelta(seconds=left)
                 try:
                     with self._inside():
-                        work.wait(timedelta(seconds=min(left, SLICE_S) if sliced else left))
+                        work.wait(limit)
                     return
                 except RuntimeError:
-                    if not sliced or work.is_completed() or time.monotonic() >= end:
+                    if sliced and work.is_completed():  # it failed, or it ended just after the slice did
+                        work.wait()
+                        return
+                    if not sliced or time.monotonic() >= end:
                         raise
                     if self.another_gave_up():
                         raise RuntimeError("another rank gave up") from None
@@ -90,7 +95,7 @@ class Watch:
             raise self.failed(what, error, time.monotonic() + ROLL_CALL_S) from error
 
     def _inside(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.pulse is None else self.pulse.inside()
+        return _NOTHING if self.pulse is None else self.pulse.inside()
 
     def failed(self, what: str, error: Exception, until: float, *, waited_s: float | None = None) -> Exception:
         """The error to raise, after a roll call that ends at ``until``; the group is broken from now on."""

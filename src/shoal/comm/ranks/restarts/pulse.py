@@ -12,7 +12,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,6 +21,8 @@ from shoal.errors import ConfigError
 from shoal.switches import switch
 
 BEAT_S = 1.0
+CLOSE_S = 2.0
+"""How long `Pulse.close` waits for calls of the store."""
 GRACE_S = 3.0
 """How long a call may take to end by itself when ranks are lost, before the process ends."""
 EXIT_CODE = 75
@@ -50,19 +53,33 @@ class Pulse:
         self._calls: set[object] = set()
         """Collectives under way."""
         self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
         store.set(_key(rank), b"0")  # before the group is made, so that every rank's is there afterwards
 
     def start(self) -> Pulse:
         """Begins to count; the group must exist on all ranks."""
         for name, run in (("shoal-beat", self._beat), ("shoal-pulse", self._watch)):
-            threading.Thread(target=run, name=name, daemon=True).start()
+            self._start(name, run)
         return self
 
+    def _start(self, name: str, run: Callable[[], None]) -> None:
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
     def close(self) -> None:
-        """Ends; the others do not miss this rank."""
+        """Ends; the others do not miss this rank.
+
+        Waits for its threads, unless the store hangs: one that is in a call of the store while the interpreter ends
+        aborts the process.
+        """
         if not self._ended.is_set():
             self._ended.set()
-            threading.Thread(target=self._leave, name="shoal-beat-end", daemon=True).start()
+            self._start("shoal-beat-end", self._leave)
+        end = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, end - time.monotonic()))
 
     @contextmanager
     def inside(self) -> Iterator[None]:
