@@ -17,8 +17,10 @@
 - **fresh**: the whole system under `shoal up`, at 5,000 samples a second: from an impression and its action, both
   produced, to the first answer of a replica that shows them.
 - **replay**: a day of the demo's stream at 100 times its rate through the same system: memory of every process and
-  freshness in the last quarter against the second, and the AUC of what replicas say as impressions are shown against
-  that of the trainer, which predicts each sample before it learns it.
+  freshness in the last quarter against the second, and the AUC of replica and trainer for the same samples at the same
+  time: this process asks the replica for each sample that the joiner made, then hands it to the trainer, which predicts
+  it before it learns it. What the replica says when an impression is shown is told as well, and at the end whether its
+  answers at rest are those of the trainer's last export.
 - **up**: `shoal up` from nothing to the first live prediction, with what `shoal up --init` writes.
 """
 

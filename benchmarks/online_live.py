@@ -65,6 +65,7 @@ batch_size = {batch}
 threads = 1
 [data]
 max_wait_s = 0.2
+{data}
 [out]
 auc_window = {auc_window}
 log_s = 1
@@ -81,6 +82,7 @@ class System:
     def __init__(self, folder: Path, broker: RedisServer, process: subprocess.Popen[bytes]) -> None:
         self.folder, self.process = folder, process
         self.run = folder / "online.run"
+        self.broker = broker
         self.registry = f"dir:{self.run / 'registry'}"
         self.impressions = open_writer(broker.address("impressions?maxlen=1000000"))
         self.actions = open_writer(broker.address("actions?maxlen=1000000"))
@@ -119,6 +121,14 @@ class System:
             found[one["name"]] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
         return found
 
+    def stop(self) -> None:
+        """As Ctrl-C does: the trainer saves what it has."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(90)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
     def send(self, shown: list[dict[str, Any]], acted: list[dict[str, Any]]) -> None:
         for writer, messages in ((self.impressions, shown), (self.actions, acted)):
             if messages:
@@ -126,7 +136,14 @@ class System:
 
 
 @contextmanager
-def system(flags: Any, fields: dict[str, str], *, window_s: float, batch: int, auc_window: int) -> Iterator[System]:
+def system(
+    flags: Any, fields: dict[str, str], *, window_s: float, batch: int, auc_window: int, train: str | None = None
+) -> Iterator[System]:
+    """Everything, started.
+
+    Args:
+        train: the stream that the trainer reads, where it is not the joiner's.
+    """
     with tempfile.TemporaryDirectory(dir=flags.dir) as given, RedisServer(Path(given) / "redis") as broker:
         folder = Path(given)
         file = folder / "online.toml"
@@ -134,6 +151,7 @@ def system(flags: Any, fields: dict[str, str], *, window_s: float, batch: int, a
             CONFIG.format(
                 redis=f"redis://127.0.0.1:{broker.port}",
                 window=window_s,
+                data=f'train = ["{broker.address(train)}"]\nformat = "json"\nlabel = "click"' if train else "",
                 features="\n".join(f"[features.{name}]\n{more}" for name, more in fields.items()),
                 servers=f'[servers]\ncount = {flags.servers}\noptions = ["--threads", "1"]' if flags.servers else "",
                 replicas=flags.replicas,
@@ -145,14 +163,11 @@ def system(flags: Any, fields: dict[str, str], *, window_s: float, batch: int, a
         with (folder / "up.log").open("wb") as log:
             command = [sys.executable, "-m", "shoal", "up", str(file)]
             process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+            running = System(folder, broker, process)
             try:
-                yield System(folder, broker, process)
+                yield running
             finally:
-                process.send_signal(signal.SIGTERM)
-                try:
-                    process.wait(90)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+                running.stop()
 
 
 # --- fresh ------------------------------------------------------------------------------------------------------------

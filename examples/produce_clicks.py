@@ -1,6 +1,7 @@
-"""Impressions and, some seconds later, clicks, as a site would produce them: two Redis streams of JSON messages.
+"""Impressions and, some seconds later, clicks, as a site would produce them: two streams of JSON messages.
 
     python produce_clicks.py --rate 500
+    python produce_clicks.py --impressions dir:impressions --actions dir:actions      # without a broker
 
 Users like some tags more than others and pay less as they get older, so that there is something to learn.
 """
@@ -30,6 +31,21 @@ def clicks(made: random.Random, shown: dict) -> bool:
     return made.random() < (0.6 if likes in shown["tags"] else 0.1) / (1 + shown["price"] / 50)
 
 
+class Numbered:
+    """Messages with numbers: each is stored once, and a broker that is away is waited for."""
+
+    def __init__(self, address: str) -> None:
+        self.writer = open_writer(address)
+        self.partition = "0" if address.startswith("kafka:") else None
+        self.count = self.writer.written(self.partition)
+
+    def append(self, messages: list[dict]) -> None:
+        if messages:
+            records = [json.dumps(message).encode() for message in messages]
+            self.writer.append(records, partition=self.partition, at=self.count)
+            self.count += len(records)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--impressions", default="redis://127.0.0.1:6379/impressions")
@@ -39,7 +55,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="how long; until Ctrl-C by default")
     flags = parser.parse_args()
     made, number = random.Random(1), 0
-    to_show, to_act = open_writer(flags.impressions), open_writer(flags.actions)
+    to_show, to_act = Numbered(flags.impressions), Numbered(flags.actions)
     waiting: list[tuple[float, str]] = []
     begun = time.time()
     try:
@@ -53,9 +69,8 @@ def main() -> None:
             while waiting and waiting[0][0] <= now:
                 at, request = heapq.heappop(waiting)
                 acted.append({"request": request, "time": round(at, 6), "kind": "click"})
-            for writer, messages in ((to_show, shown), (to_act, acted)):
-                if messages:
-                    writer.append([json.dumps(message).encode() for message in messages])
+            to_show.append(shown)
+            to_act.append(acted)
             time.sleep(0.05)
     except KeyboardInterrupt:
         pass

@@ -129,5 +129,5 @@ def test_what_is_not_a_frame_says_what_may_be_given():
     for kind in (polars_frame, lazy, pandas_frame, dataset, iterable):
         with pytest.raises(ConfigError, match="'usr'"):
             stream_frames(kind(DATA), Schema(label="click", sparse=("usr",)), batch_size=1)
-    with pytest.raises(ConfigError, match="no frames"):
+    with pytest.raises(ConfigError, match="frames must be at least one"):
         stream_frames([], SCHEMA, batch_size=1)

@@ -97,10 +97,26 @@ def test_paths_are_those_of_the_file(written, tmp_path, monkeypatch):
         ("[train]\nps = ['h:1']\n[servers]\n", "names servers that run already"),
         ("[serve]\nregistry = ''\n", "must not have an empty registry"),
         ("[replicas]\ncount = 9\nrest_port = 65530\n", "must be at most 65535"),
+        ("[up]\nstart_s = 0\n", "start_s must be at least 1, got 0"),
     ],
 )
 def test_wrong_files_are_refused_before_anything_starts(written, tmp_path, more, why, capsys):
     (tmp_path / "ctr.toml").write_text(MINIMAL + more)
+    assert main(["up", "ctr.toml", "--dry-run"]) == 2
+    assert re.search(why, capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["ctr.toml"]
+
+
+@pytest.mark.parametrize(
+    ("train", "why"),
+    [
+        ("['-']", r"\[data\] train must not be standard input.*got '-'; write to a folder"),
+        ("'redis://h/clicks?from=soon'", r"\[data\] train: redis://h:6379/clicks: from must be .*got 'soon'"),
+        ("['days/*.csv', 'kafka://h']", r"\[data\] train: .* kafka://HOST:PORT/TOPIC, got 'kafka://h'"),
+    ],
+)
+def test_a_stream_that_cannot_be_read_is_refused_before_anything_starts(written, tmp_path, train, why, capsys):
+    (tmp_path / "ctr.toml").write_text(f"[data]\ntrain = {train}\n")
     assert main(["up", "ctr.toml", "--dry-run"]) == 2
     assert re.search(why, capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["ctr.toml"]
@@ -174,7 +190,7 @@ def test_kubernetes_manifests_are_valid_and_name_the_same_plan_of(written, capsy
     assert list(sets) == ["server-0", "server-1", "trainer", "replica-0", "replica-1"]
     arguments = sets["server-1"]["containers"][0]["args"]
     assert arguments[:5] == ["ps", "--shard", "1", "--of", "2"]
-    assert "--insecure" in arguments
+    assert "--allow-insecure" in arguments
     services = {one["metadata"]["name"] for one in found if one["kind"] == "Service"}
     assert services == set(sets)
 

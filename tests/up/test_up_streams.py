@@ -2,11 +2,16 @@
 
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from shoal.cli.main import main
 from shoal.data.live import open_reader, open_writer
 from shoal.errors import ConfigError
 from shoal.serving import Client
@@ -58,8 +63,8 @@ push_every_s = 0.1
 IMPRESSIONS = 3000
 
 
-def write_config(tmp_path, redis):
-    (tmp_path / "online.toml").write_text(CONFIG.replace("{redis}", redis))
+def write_config(tmp_path, redis, more="", config=CONFIG):
+    (tmp_path / "online.toml").write_text(f"{config}{more}".replace("{redis}", redis))
     return str(tmp_path / "online.toml")
 
 
@@ -68,19 +73,47 @@ def test_the_trainer_learns_what_the_joiner_writes(tmp_path):
     data = load_config(file, {"serve.registry": "dir:r"}).data
     assert data.train == ("redis://broker:6379/samples?maxlen=100000",)
     assert (data.label, data.format, data.keep_negatives) == ("click", "json", 0.5)
-    (tmp_path / "online.toml").write_text(CONFIG + "[data]\nkeep_negatives = 0.1\n")
+    write_config(tmp_path, "redis://broker", '[data]\ntrain = ["days/*.json", "{redis}/samples?group=ctr"]')
+    data = load_config(file, {"serve.registry": "dir:r"}).data
+    assert (data.label, data.format, data.keep_negatives) == ("click", "json", 0.5)
+    write_config(tmp_path, "redis://broker", "[data]\nkeep_negatives = 0.1\n")
     with pytest.raises(ConfigError, match=r"must be that of \[join\], 0.5, got 0.1"):
         load_config(file)
 
 
 def test_what_is_wrong_with_a_join_is_told_before_anything_starts(tmp_path):
-    file = write_config(tmp_path, "redis://broker:6379")
-    (tmp_path / "online.toml").write_text(CONFIG.replace('window = "5s"', 'windows = "5s"'))
-    with pytest.raises(ConfigError, match="no setting 'windows'"):
-        check(load_online(file))
-    (tmp_path / "online.toml").write_text(CONFIG.replace("out =", "# out ="))
-    with pytest.raises(ConfigError, match=r"\[join\] out"):
-        check(load_online(file))
+    for before, after, why in (
+        ('window = "5s"', 'windows = "5s"', "no setting 'windows'"),
+        ("out =", "# out =", r"\[join\] out"),
+        ('out = "{redis}', 'out = "rdis://broker', "out: a live source must begin with redis:.*got 'rdis://"),
+        ("samples", "actions", "out must be another stream than those that are joined"),
+        ('from = "{redis}/actions"', 'from = "kafka://broker"', r"\[actions\] from: .*kafka://HOST:PORT/TOPIC"),
+        ('lateness = "1s"', 'lateness = "soon"', r"\[impressions\] lateness must be a time .*got 'soon'"),
+    ):
+        file = write_config(tmp_path, "redis://broker:6379", config=CONFIG.replace(before, after))
+        with pytest.raises(ConfigError, match=why):
+            check(load_online(file))
+
+
+def test_the_example_without_a_broker_joins_what_its_producer_writes(tmp_path, monkeypatch):
+    examples = Path(__file__).parents[2] / "examples"
+    for name in ("online_folders.toml", "online_streams.toml", "produce_clicks.py"):
+        shutil.copy(examples / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("online_folders", "online_streams"):
+        check(load_online(f"{name}.toml"))
+        data = load_config(f"{name}.toml", {"serve.registry": "dir:r"}).data
+        assert (data.label, data.keep_negatives) == ("click", 0.5)
+    command = [sys.executable, "produce_clicks.py", "--impressions", "dir:impressions", "--actions", "dir:actions"]
+    for _ in range(2):  # a producer that is started again continues its streams
+        subprocess.run([*command, "--seconds", "0.3", "--delay", "0.01"], check=True, timeout=DEADLINE_S)
+    assert main(["join", "online_folders.toml", "--state", "state", "--to-end"]) == 0
+    shown, samples = (
+        [json.loads(line)["request"] for path in Path(folder).iterdir() for line in path.read_text().splitlines()]
+        for folder in ("impressions", "samples")
+    )
+    assert len(set(samples)) == len(samples) > len(shown) / 4
+    assert set(samples) <= set(shown)
 
 
 def test_containers_keep_the_joiners_state_in_the_volume_and_reach_the_broker(tmp_path):

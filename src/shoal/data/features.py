@@ -64,8 +64,9 @@ class Feature:
                 raise ConfigError(f"feature: {name} must be given for kind = {kind!r} and for no other, got {self}")
         if len(self.separator.encode()) > 1:
             raise ConfigError(f"feature: separator must be one ASCII character or empty, got {self.separator!r}")
-        if self.max_length is not None and (self.max_length < 1 or not (self.listed or self.kind == "cross")):
-            raise ConfigError(f"feature: max_length must be at least 1, of a list, got {self.max_length}")
+        is_list = self.listed or self.kind == "cross"
+        if self.max_length is not None and not (is_list and 1 <= self.max_length < 1 << 63):
+            raise ConfigError(f"feature: max_length must be between 1 and 2**63 - 1, of a list, got {self.max_length}")
         if list(self.boundaries) != sorted(set(self.boundaries)) or not all(map(math.isfinite, self.boundaries)):
             raise ConfigError(f"feature: boundaries must be numbers that rise, got {self.boundaries}")
         if not 0 < self.steps < math.inf:

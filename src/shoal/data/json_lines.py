@@ -9,17 +9,7 @@ from typing import Any
 from shoal import _core
 from shoal.data.samples import Samples, from_block
 from shoal.data.schema import Schema
-from shoal.data.source import (
-    DAMAGED,
-    BadRow,
-    OnBad,
-    Unit,
-    file_size,
-    is_gzip,
-    open_bytes,
-    open_error,
-    refuse_other_kinds,
-)  # fmt: skip
+from shoal.data.source import DAMAGED, LineCursor, OnBad, Unit, file_size, is_gzip, refuse_other_kinds
 
 _BLOCK = 1 << 21
 
@@ -78,16 +68,14 @@ class JsonFormat:
         return self.schema.native(lists=self.lists)
 
 
-class JsonCursor:
+class JsonCursor(LineCursor):
     """The objects of the lines that begin in a unit."""
 
     def __init__(self, form: JsonFormat, unit: Unit, state: Mapping[str, Any] | None, bad: OnBad) -> None:
-        self._form, self._unit, self._bad = form, unit, bad
+        super().__init__(unit, bad)
+        self._form = form
         self._rest, self._final = b"", False
         self._ready: list[bytes] = []
-        self._offset, self._lines = unit.begin, 0  # of the next line
-        with open_error(unit.path):
-            self._file = open_bytes(unit.path)
         if state is not None:
             self._offset, self._lines = int(state["offset"]), int(state["lines"])
         try:
@@ -145,16 +133,6 @@ class JsonCursor:
             self._ready = whole.split(b"\n") if newline else []
         return True
 
-    def state(self) -> dict[str, Any]:
-        return {"offset": self._offset, "lines": self._lines}
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _report(self, line: int, offset: int, why: str, *, rest: bool = False) -> None:
-        number = None if self._unit.begin else line + 1
-        self._bad(BadRow(path=self._unit.path, why=why, line=number, offset=offset, rest=rest))
-
     def _damaged(self, error: BaseException) -> None:
         self._final = True
-        self._report(self._lines, self._offset, f"the file is damaged ({error})", rest=True)
+        self._report_damage(error)

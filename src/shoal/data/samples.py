@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from shoal import _core
+from shoal.data.features import Number
+from shoal.data.schema import Schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,26 @@ class Samples:
             offsets=torch.zeros(1, dtype=torch.int64, device="cpu") if ragged else None,
             time=torch.empty(0, dtype=torch.int64, device="cpu") if timed else None,
         )
+
+
+class Finish:
+    """Turns the labels and numbers that readers give into those that a schema defines."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema, self._native = schema, schema.native()
+        self._changes_numbers = any(schema.number(name) != Number() for name in schema.dense)
+
+    def __reduce__(self) -> tuple[type[Finish], tuple[Schema]]:
+        return Finish, (self._schema,)
+
+    def __call__(self, samples: Samples) -> Samples:
+        label, dense = samples.label, samples.dense
+        if self._schema.positive_above is not None:
+            label = (label > self._schema.positive_above).float()
+        if self._changes_numbers:
+            dense = dense.clone()
+            self._native.apply_numbers(dense.data_ptr(), len(dense))
+        return replace(samples, label=label, dense=dense)
 
 
 # With numpy, on one thread: this runs beside training, which has torch's threads.

@@ -70,6 +70,29 @@ class Cursor(Protocol):
     def close(self) -> None: ...
 
 
+class LineCursor:
+    """A place in a file of lines: its ``state``, and how bad lines and damage are reported."""
+
+    def __init__(self, unit: Unit, bad: OnBad) -> None:
+        self._unit, self._bad = unit, bad
+        self._offset, self._lines = unit.begin, 0  # of the next line, in the file; lines since the unit's begin
+        with open_error(unit.path):
+            self._file = open_bytes(unit.path)
+
+    def state(self) -> dict[str, Any]:
+        return {"offset": self._offset, "lines": self._lines}
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _report(self, line: int, offset: int, why: str, *, rest: bool = False) -> None:
+        number = None if self._unit.begin else line + 1
+        self._bad(BadRow(path=self._unit.path, why=why, line=number, offset=offset, rest=rest))
+
+    def _report_damage(self, error: BaseException) -> None:
+        self._report(self._lines, self._offset, f"the file is damaged ({error})", rest=True)
+
+
 class Format(Protocol):
     """A kind of file. Implementations are frozen: everything that changes is in the cursors."""
 

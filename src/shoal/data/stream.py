@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shoal.data.features import Number
 from shoal.data.lanes import LATER, PLACE, Lane, deal, lane_of
-from shoal.data.samples import Samples
+from shoal.data.samples import Finish, Samples
 from shoal.data.schema import Schema
 from shoal.data.source import BadRow, Cursor, Format, OnBad, Unit
 from shoal.data.workers import WORKER, WORKERS, Together, of_all_ranks, part_of
@@ -104,8 +103,7 @@ class Stream(IterableDataset[Batch]):
         self.rank, self.world = rank, world
         self.files = list(files) if hasattr(form, "sources") else expand(files)
         self._on_bad = on_bad
-        self._rules = schema.native()
-        self._changes_numbers = any(schema.number(name) != Number() for name in schema.dense)
+        self._finish = Finish(schema)
         units = {path: form.units(path) for path in self.files}
         self.empty = [path for path, parts in units.items() if not parts]
         """Files that hold nothing at all."""
@@ -166,13 +164,6 @@ class Stream(IterableDataset[Batch]):
                 parts = sorted((part_of(self, number, count) for number in range(count)), key=lambda one: one.rank)
                 together = Together([part.state for part in parts])
             yield replace(batch, state=together.after(batch.state))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For workers that are not forked."""
-        return {name: value for name, value in self.__dict__.items() if name != "_rules"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _rules=state["schema"].native())
 
     def _batches(self, progress: dict[str, Any], place: _Place) -> Iterator[Batch]:
         skip = progress["batch"]
@@ -320,16 +311,7 @@ class Stream(IterableDataset[Batch]):
             if takes:
                 parts += read
                 wanted -= sum(map(len, read))
-        return self._finished(Samples.join(parts, self._room)) if parts else None
-
-    def _finished(self, samples: Samples) -> Samples:
-        label, dense = samples.label, samples.dense
-        if self.schema.positive_above is not None:
-            label = (label > self.schema.positive_above).float()
-        if self._changes_numbers:
-            dense = dense.clone()
-            self._rules.apply_numbers(dense.data_ptr(), len(dense))
-        return Samples(label=label, dense=dense, ids=samples.ids, offsets=samples.offsets, time=samples.time)
+        return self._finish(Samples.join(parts, self._room)) if parts else None
 
     def _epoch_units(self, epoch: int) -> list[Unit]:
         """All units, in the order of an epoch."""
@@ -366,7 +348,7 @@ def expand(files: Sequence[str]) -> list[str]:
             raise ConfigError(f"data: there is no file {pattern!r}")
         found += paths
     if not found:
-        raise ConfigError("data: no files were given")
+        raise ConfigError(f"data: there must be at least one file, got {list(files)}")
     return list(dict.fromkeys(found))
 
 

@@ -12,7 +12,7 @@ from shoal.data.samples import Samples, from_block
 from shoal.data.schema import Schema, no_column
 from shoal.data.source import (
     DAMAGED,
-    BadRow,
+    LineCursor,
     OnBad,
     Unit,
     file_size,
@@ -133,20 +133,18 @@ class TextFormat:
         return self.schema.native(separator=self.separator)
 
 
-class TextCursor:
+class TextCursor(LineCursor):
     """The lines that begin in a unit."""
 
     def __init__(
         self, form: TextFormat, parser: _core.TextParser, unit: Unit, state: Mapping[str, Any] | None, bad: OnBad
     ) -> None:
-        self._form, self._parser, self._unit, self._bad = form, parser, unit, bad
+        super().__init__(unit, bad)
+        self._form, self._parser = form, parser
         schema = form.schema
         self._shape = (len(schema.dense), len(schema.sparse))
         self._timed = schema.time is not None
         self._buffer, self._at, self._final, self._damaged = b"", 0, False, False
-        self._offset, self._lines = 0, 0  # of the buffer's next line, in the file; lines since the unit's begin
-        with open_error(unit.path):
-            self._file = open_bytes(unit.path)
         if state is not None:
             self._seek(int(state["offset"]))
             self._lines = int(state["lines"])
@@ -181,22 +179,12 @@ class TextCursor:
                     return None
                 self._refill()
 
-    def state(self) -> dict[str, Any]:
-        return {"offset": self._offset, "lines": self._lines}
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _report(self, line: int, offset: int, why: str, *, rest: bool = False) -> None:
-        number = None if self._unit.begin else line + 1
-        self._bad(BadRow(path=self._unit.path, why=why, line=number, offset=offset, rest=rest))
-
     def _more(self) -> bytes:
         try:
             return b"" if self._damaged else self._file.read(_BLOCK)
         except DAMAGED as error:
             self._damaged = True
-            self._report(self._lines, self._offset, f"the file is damaged ({error})", rest=True)
+            self._report_damage(error)
             return b""
 
     def _refill(self) -> None:
@@ -229,9 +217,9 @@ class TextCursor:
 
     def _seek(self, offset: int) -> None:
         """Gzip is unpacked up to there, which is as quick as reading that much again."""
+        self._offset = offset
         try:
             self._file.seek(offset)
         except DAMAGED as error:
             self._damaged = self._final = True
-            self._report(self._lines, offset, f"the file is damaged ({error})", rest=True)
-        self._offset = offset
+            self._report_damage(error)

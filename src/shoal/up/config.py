@@ -109,7 +109,7 @@ _SECTIONS: dict[str, type] = {
     "servers": Servers, "replicas": Replicas, "registry": Registry, "trainers": Trainers, "up": Up
 }  # fmt: skip
 _AT_LEAST = {
-    "count": 0, "rest_port": 0, "port": 0, "wait_s": 0, "ranks": 1, "start_s": 0, "stop_s": 0, "max_restarts": 0,
+    "count": 0, "rest_port": 0, "port": 0, "wait_s": 0, "ranks": 1, "start_s": 1, "stop_s": 0, "max_restarts": 0,
     "stable_s": 0, "backoff_s": 0, "max_backoff_s": 0, "log_bytes": 1024, "log_files": 0, "threads": 1, "cpus": 0,
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shoal.data.joining.config import load_join
+from shoal.data.live.address import is_live, parse_address
 from shoal.errors import ConfigError
 from shoal.up.config import Online
 
@@ -108,7 +109,7 @@ def _server(online: Online, name: str, place: Place, places: Places) -> Process:
         "--evict-every", servers.evict_every, "--threads", str(servers.threads),
     ]  # fmt: skip
     if servers.insecure and place.listen != "127.0.0.1":
-        arguments.append("--insecure")
+        arguments.append("--allow-insecure")
     return _process(name, "server", [*arguments, *servers.options], place, secure="--tls-cert" in servers.options)
 
 
@@ -214,12 +215,32 @@ def check_network(online: Online, where: str) -> None:
             )
 
 
+def _check_source(text: Any, where: str) -> None:
+    if not isinstance(text, str) or not is_live(text):  # files are looked at by the trainer
+        return
+    try:
+        scheme = parse_address(text).scheme
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if scheme == "stdin":
+        raise ConfigError(
+            f"{where} must not be standard input, which the processes of `shoal up` do not have, got {text!r}; "
+            "write to a folder and name it dir:PATH, or run `shoal train` by itself"
+        )
+
+
 def check(online: Online) -> None:
     """Refuses what cannot work, before anything is started."""
+    train = online.given("data", "train")
+    sources = [("[data] train", one) for one in ([train] if isinstance(train, str) else train or [])]
     if "join" in online.content:
-        if not load_join(online.file, os.path.join(online.dir, "join")).out:
+        joined = load_join(online.file, os.path.join(online.dir, "join"))
+        if not joined.out:
             raise ConfigError(f'{online.file}: [join] out = "ADDRESS" must say where samples go')
-    elif online.given("data", "train") is None:
+        sources += [("[join] from", one.source) for one in (joined.impressions, joined.actions)]
+    for where, one in sources:
+        _check_source(one, f"{online.file}: {where}")
+    if train is None and "join" not in online.content:
         raise ConfigError(f'{online.file}: [data] with train = ["FILE", …] is missing')
     if online.given("train", "ps") is not None and online.servers is not None:
         raise ConfigError(f"{online.file}: [train] ps names servers that run already; leave it or [servers] out")

@@ -140,8 +140,16 @@ def test_addresses_hide_passwords_and_say_what_is_wrong():
     assert str(parse_address("kafka://a,b:9093/t?security.protocol=SSL")) == "kafka://a:9092,b:9093/t"
     assert str(parse_address("-")) == "stdin:"
     assert [is_live(one) for one in ("-", "dir:x", "kafka://h/t", "days/*.csv", "C:/x.csv")] == [1, 1, 1, 0, 0]
+    # As in the documents: a + is one, whether it is written as such or as %2B.
+    for text in ("2026-11-01T12:00:00+01:00", "2026-11-01T12:00:00%2B01:00"):
+        assert parse_address(f"kafka://h/t?from={text}").options["from"] == "2026-11-01T12:00:00+01:00"
     for text, why in (
         ("redis://h:7000/", "redis://HOST:PORT/STREAM"),
+        ("kafka://h/t?from=yesterday", "an offset, got 'yesterday'"),
+        ("redis://u:pw@h/x?from=2026-13-01", "the id of an entry .* got '2026-13-01'"),
+        ("redis://u:pw@h/x?group=", "NAME=VALUE, each once, got 'group='"),
+        ("redis://h/x?group=a&group=b", "each once, got 'group=b'"),
+        ("redis://h/x?maxlen=many", "maxlen must be a number >= 0, got 'many'"),
         ("redis://u:pw@h:70000/x", "HOST or HOST:PORT"),
         ("kafka://h/t?grop=1", "did you mean 'group'"),
         ("kafka://h/t?away_s=-1", "away_s must be"),
@@ -280,13 +288,18 @@ def test_kafka_begins_at_a_time(mock_kafka):
     address = mock_kafka.address("times") + "?partitions=0&from="
     for text, expected in (
         ("2026-09-21", 0), ("2026-09-21T14:13:20Z", 0), ("2026-09-21T14:13:20.001Z", 1), ("2026-09-21T14:30:20", 17),
-        ("2026-09-21T16:30:20%2B02:00", 17), ("2026-09-21T14:52:20", 39), ("2026-09-22", 40),
+        ("2026-09-21T16:30:20+02:00", 17), ("2026-09-21T16:30:20%2B02:00", 17), ("2026-09-21T14:52:20", 39),
+        ("2026-09-22", 40),
     ):  # fmt: skip
         reader = open_reader(address + text)
         assert reader.positions() == {"0": expected}, text
         if expected < 40:
             assert take(reader, 1)[0] == [b"%d" % expected]
         reader.close()
+    reader = open_reader(mock_kafka.address("times") + "?partitions=0")
+    with closing(confluent_kafka.Consumer(reader._settings | {"enable.partition.eof": True})) as consumer:
+        assert reader._produced_ms(consumer, 0, 40) is None  # where no record is, none is waited for
+    reader.close()
 
 
 def test_kafka_offsets_that_do_not_exist_are_an_error_or_skipped_when_told(mock_kafka):
@@ -340,6 +353,12 @@ def test_a_line_that_a_killed_writer_left_half_written_is_removed(tmp_path):
     assert (tmp_path / "part-00000000.txt").read_bytes() == b"1\n2\n3\n"
     with pytest.raises(ConfigError, match="newline"):
         append((f"dir:{tmp_path}", None), [b"a\nb"])
+
+
+def test_a_folder_with_files_of_others_is_not_written_to(tmp_path):
+    (tmp_path / "clicks.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"got 'clicks.jsonl'; name an empty folder"):
+        open_writer(f"dir:{tmp_path}")
 
 
 def test_standard_input_ends_and_a_file_behind_it_is_read_from_a_position(tmp_path):

@@ -43,7 +43,7 @@ def stream_frames(
         raise ConfigError(f"data: part_rows must be at least 1, got {part_rows}")
     given = frames if isinstance(frames, list | tuple) else [frames]
     if not given:
-        raise ConfigError("data: no frames were given")
+        raise ConfigError(f"data: frames must be at least one, got {frames!r}")
     columns = schema.raw_columns()
     sources = {one.name: one for one in (source_of(frame, number, columns) for number, frame in enumerate(given))}
     form = FrameFormat(schema=schema, lists=lists, sources=sources, part_rows=part_rows)

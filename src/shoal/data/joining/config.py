@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from shoal import _core
+from shoal.data.live.address import Address, parse_address
 from shoal.errors import ConfigError, did_you_mean
 
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9, "iso": 0.0}
@@ -54,8 +55,9 @@ class JoinInput:
         object.__setattr__(self, "columns", tuple(self.columns))
         if not self.source:
             raise ConfigError("join: an input must have a source, such as redis://localhost/clicks; got none")
+        _checked(self.source, "from")
         if not self.key or not all(self.key):
-            raise ConfigError(f"join: key must name a field of {self.source}, got {self.key!r}")
+            raise ConfigError(f"join: key must name a field of {parse_address(self.source)}, got {self.key!r}")
         if self.time_unit not in UNITS:
             raise ConfigError(f"join: time_unit must be one of {', '.join(UNITS)}, got {self.time_unit!r}")
         if self.format not in _DELIMITERS:
@@ -157,6 +159,9 @@ class JoinConfig:
                 "join: memory_bytes must be at least 1 MiB, max_actions 1 and checkpoint_s above 0, got "
                 f"{self.memory_bytes}, {self.max_actions} and {self.checkpoint_s}"
             )
+        inputs = [str(parse_address(one.source)) for one in (self.impressions, self.actions)]
+        if self.out and str(_checked(self.out, "out")) in inputs:
+            raise ConfigError(f"join: out must be another stream than those that are joined, got {self.out!r}")
         if not self.state:
             raise ConfigError("join: state must name a folder, got none")
         if not 1 <= len(self.labels) <= 64:
@@ -198,6 +203,13 @@ class JoinConfig:
                 for side, one in (("impressions", self.impressions), ("actions", self.actions))
             },
         }  # fmt: skip
+
+
+def _checked(text: str, name: str) -> Address:
+    try:
+        return parse_address(text)
+    except ConfigError as error:
+        raise ConfigError(f"join: {name}: {error}") from None
 
 
 def micros(value: Duration, name: str, *, zero: bool = False) -> int:
@@ -301,7 +313,11 @@ def _input(content: Any, side: str, folder: str) -> JoinInput:
         content["source"] = content.pop("from")
     if isinstance(content.get("source"), str):
         content["source"] = relative_source(content["source"], folder)
-    return _section(JoinInput, content, side)
+    try:
+        return _section(JoinInput, content, side)
+    except ConfigError as error:
+        text = str(error).removeprefix("join: ")
+        raise ConfigError(text if text.startswith("[") else f"[{side}] {text}") from None
 
 
 def _section(kind: type, content: Mapping[str, Any], name: str) -> Any:

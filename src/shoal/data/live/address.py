@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from shoal.errors import ConfigError, DataError, PeerError, did_you_mean
 from shoal.metrics import emit_counter
@@ -63,8 +64,8 @@ class Address:
 
 
 def is_live(text: str) -> bool:
-    """Whether a text is the address of a live source and not a path of files."""
-    return text == "-" or text.partition(":")[0] in SCHEMES
+    """Whether a text is the address of a live source, maybe a wrong one, and not a path of files."""
+    return text == "-" or "://" in text or text.partition(":")[0] in SCHEMES
 
 
 def parse_address(text: str) -> Address:
@@ -87,7 +88,7 @@ def parse_address(text: str) -> Address:
         if not path:
             what = "a growing directory must be dir:PATH" if scheme == "dir" else "a join must be join:PATH.toml"
             raise ConfigError(f"the address of {what}, got {text!r}")
-        return _checked(Address(scheme=scheme, name=path.removeprefix("//"), options=dict(parse_qsl(query))))
+        return _checked(Address(scheme=scheme, name=path.removeprefix("//"), options=_options(query, text)))
     try:
         parts = urlsplit(text)
     except ValueError as error:
@@ -109,7 +110,7 @@ def parse_address(text: str) -> Address:
             db=db,
             user=unquote(user) or None,
             password=unquote(password) or None,
-            options=dict(parse_qsl(parts.query)),
+            options=_options(parts.query, text),
         )
     )
 
@@ -182,16 +183,40 @@ def remaining(address: Address, records: Sequence[bytes], at: int, written: int)
     return records[written - at :]
 
 
+def _options(query: str, whole: str) -> dict[str, str]:
+    """``name=value&name=value``; a ``+`` is one, as in a time's offset."""
+    found: dict[str, str] = {}
+    for part in filter(None, query.split("&")):
+        name, _, value = part.partition("=")
+        if not name or not value or unquote(name) in found:
+            raise ConfigError(f"{_plain(whole)!r}: options must be NAME=VALUE, each once, got {part!r}")
+        found[unquote(name)] = unquote(value)
+    return found
+
+
 def _checked(address: Address) -> Address:
     known = _OPTIONS[address.scheme]
     for name in address.options:
         if name not in known and not (address.scheme == "kafka" and "." in name):
             hint = did_you_mean(name, known)
             raise ConfigError(f"{address} has no option {name!r}{hint}; it has {', '.join(known)}")
-    address.number("away_s", 600.0)
+    for name in ("away_s", "maxlen"):
+        address.number(name, 0.0)
+    _check_from(address)
     if address.options.get("lost", "error") not in ("error", "skip"):
         raise ConfigError(f"{address}: lost must be error or skip, got {address.options['lost']!r}")
     return address
+
+
+def _check_from(address: Address) -> None:
+    """Of a broker, before it is asked; a folder knows the names of its files."""
+    text = address.options.get("from", "end")
+    if address.scheme == "dir" or text in ("beginning", "end") or from_time_ms(text) is not None:
+        return
+    if address.scheme == "kafka" and not text.isdecimal():
+        raise bad_from(address, "an offset")
+    if address.scheme in ("redis", "rediss") and not re.fullmatch(r"\d+(-\d+)?", text):
+        raise bad_from(address, "the id of an entry behind which to begin, such as 1790000000000-0")
 
 
 def _host(text: str, scheme: str, whole: str) -> tuple[str, int]:

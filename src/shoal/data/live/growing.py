@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ _BLOCK = 1 << 20
 _PAUSE_S = 0.05
 _LIST_S = 0.2
 _FILE_BYTES = 1 << 26
+_WRITTEN = re.compile(r"part-(\d{8})\.txt")
 
 
 class Folder:
@@ -39,7 +41,7 @@ class Folder:
         self._known: set[str] = set()
         self._listed_s = float("-inf")
         if not os.path.isdir(self.path):
-            raise ConfigError(f"{address}: there is no directory {self.path!r}")
+            raise ConfigError(f"{address}: there is no directory {self.path!r}; make it, or correct the address")
 
     def refresh(self, current: str | None, *, force: bool = False) -> None:
         """Lists the directory again, if that was not done just now."""
@@ -244,13 +246,23 @@ class GrowingReader:
 
 
 class GrowingWriter:
-    """Appends lines to files ``part-00000000.txt`` … of about 64 MiB each; an `append` is on disk when it returns."""
+    """Appends lines to files ``part-00000000.txt`` … of about 64 MiB each; an `append` is on disk when it returns.
+
+    Raises:
+        ConfigError: the folder has files of somebody else, so that lines would come out of order.
+    """
 
     def __init__(self, address: Address) -> None:
         self._address = address
         os.makedirs(address.name, exist_ok=True)
         self._counts: dict[str, tuple[int, int]] = {}  # bytes of a file -> its lines
         names = self._names()
+        for name in names:
+            if not _WRITTEN.fullmatch(name):
+                raise ConfigError(
+                    f"{address}: a folder that is written to must have no files but part-00000000.txt and the like, "
+                    f"got {name!r}; name an empty folder"
+                )
         self._name = names[-1] if names else "part-00000000.txt"
         path = os.path.join(address.name, self._name)
         self._file = open(path, "a+b")  # noqa: SIM115  closed by `close`
@@ -282,8 +294,7 @@ class GrowingWriter:
             return
         if self._file.tell() > _FILE_BYTES:
             self._file.close()
-            number = int(self._name.removeprefix("part-").removesuffix(".txt")) + 1
-            self._name = f"part-{number:08d}.txt"
+            self._name = f"part-{int(self._name[5:13]) + 1:08d}.txt"
             self._file = open(os.path.join(self._address.name, self._name), "a+b")  # noqa: SIM115
         before = self._file.tell()
         known = self._counts.get(self._name, (0, 0))

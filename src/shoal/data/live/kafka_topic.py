@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from itertools import groupby
 from typing import Any
 
@@ -54,8 +55,9 @@ class KafkaReader:
             "enable.auto.commit": False, "enable.auto.offset.store": False, "auto.offset.reset": "error",
             "error_cb": self._on_error,
         }  # fmt: skip
+        self._settings = settings(address) | own
         try:
-            self._consumer = kafka.Consumer(settings(address) | own)
+            self._consumer = kafka.Consumer(self._settings)
         except kafka.KafkaException as error:
             raise ConfigError(f"{address}: {error.args[0].str()}") from None
         self._next: dict[int, int] = {}
@@ -277,26 +279,31 @@ class KafkaReader:
         if found.offset >= 0:
             return found.offset
         # None is that new, or the broker keeps no index of times: the newest record tells, and records can be searched.
-        if low == high or self._produced_ms(partition, high - 1) < at_ms:
-            return high
-        while low < high:
-            middle = (low + high) // 2
-            if self._produced_ms(partition, middle) < at_ms:
-                low = middle + 1
-            else:
-                high = middle
+        with closing(self._kafka.Consumer(self._settings | {"enable.partition.eof": True})) as consumer:
+            if low == high or (self._produced_ms(consumer, partition, high - 1) or 0) < at_ms:
+                return high
+            while low < high:
+                middle = (low + high) // 2
+                if (self._produced_ms(consumer, partition, middle) or at_ms) < at_ms:
+                    low = middle + 1
+                else:
+                    high = middle
         return low
 
-    def _produced_ms(self, partition: int, offset: int) -> int:
-        """When the record at an offset, or the first one behind it, was produced."""
-        self._consumer.assign([self._at(partition, offset)])
+    def _produced_ms(self, consumer: Any, partition: int, offset: int) -> int | None:
+        """When the record at an offset, or the first one behind it, was produced; None at the end.
 
-        def ask() -> int:
-            message = self._consumer.poll(_ASK_S)
-            if message is None or message.error() is not None:
-                code = self._kafka.KafkaError._TIMED_OUT
-                raise self._kafka.KafkaException(self._kafka.KafkaError(code) if message is None else message.error())
-            return message.timestamp()[1]
+        The last offsets may be those of no record: a transaction's end, or what was compacted.
+        """
+        codes = self._kafka.KafkaError
+        consumer.assign([self._at(partition, offset)])
+
+        def ask() -> int | None:
+            message = consumer.poll(_ASK_S)
+            error = codes(codes._TIMED_OUT) if message is None else message.error()
+            if error is not None and error.code() != codes._PARTITION_EOF:
+                raise self._kafka.KafkaException(error)
+            return message.timestamp()[1] if error is None else None
 
         return self._ask(ask)
 

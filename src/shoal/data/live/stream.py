@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shoal.data.features import Number
 from shoal.data.lanes import LATER
 from shoal.data.live.address import log
 from shoal.data.live.by_partition import ByPartition
@@ -21,7 +20,7 @@ from shoal.data.live.numbering import Numbering, Servers, numbering_of, where_to
 from shoal.data.live.opening import open_reader
 from shoal.data.live.protocol import Chunk, Lag
 from shoal.data.live.sources import BadMessage, Source, Sources, take
-from shoal.data.samples import Samples
+from shoal.data.samples import Finish, Samples
 from shoal.data.schema import Schema
 from shoal.data.source import OnBad
 from shoal.data.stream import Batch, Stream
@@ -76,8 +75,7 @@ class LiveStream:
             )
         self._letters, self._journal = DeadLetters(dead_letters), Journal(journal)
         self._on_bad = on_bad
-        self._rules = schema.native()
-        self._changes_numbers = any(schema.number(name) != Number() for name in schema.dense)
+        self._finish = Finish(schema)
         self.files = history.files if history is not None else []
         self.empty = history.empty if history is not None else []
         self.sources = names
@@ -312,7 +310,7 @@ class LiveStream:
             name, partition, _, last = runs[-1]
             numbering = self._numbering(next(one for one in self._sources if one.name == name))
             records = numbering.name(partition), numbering.number(last)
-        return Batch(samples=self._finished(samples), state=dict(state), records=records)
+        return Batch(samples=self._finish(samples), state=dict(state), records=records)
 
     def _replayed(self, number: int, runs: list[Run], state: dict[str, Any]) -> Iterator[Batch]:
         """A batch as the journal has it, and empty ones while its records are waited for."""
@@ -375,15 +373,6 @@ class LiveStream:
         if self._on_bad is not None:
             where = f"{one.name}, partition {chunk.partition}, before {position}"
             self._on_bad(BadMessage(path=where, why=why, noun="message"))
-
-    def _finished(self, samples: Samples) -> Samples:
-        label, dense = samples.label, samples.dense
-        if self.schema.positive_above is not None:
-            label = (label > self.schema.positive_above).float()
-        if self._changes_numbers:
-            dense = dense.clone()
-            self._rules.apply_numbers(dense.data_ptr(), len(dense))
-        return Samples(label=label, dense=dense, ids=samples.ids, offsets=samples.offsets, time=samples.time)
 
     def _nothing(self) -> Samples:
         return self._decode([])[0]
