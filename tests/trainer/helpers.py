@@ -3,7 +3,7 @@
 import resource
 from contextlib import contextmanager
 
-from shoal.train.loop.reporter import Reporter
+from shoal.train.loop.measure.reporter import Reporter
 from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
 

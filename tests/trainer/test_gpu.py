@@ -5,8 +5,6 @@ The first tests run on the CPU in Triton's interpreter, in a process that sets i
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.tables import Rows
 from shoal.train.loop.trainer import trainer
 from tests.cli.train_helpers import newest
+from tests.interpreted import run_tests
 from tests.trainer.helpers import Told, run, settings
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,29 +28,9 @@ TABLES = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_in_the_interpreter(tmp_path):
-    if INTERPRETED or torch.cuda.is_available():
-        pytest.skip("they run in this process")
-    pytest.importorskip("triton")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        f"--basetemp={tmp_path}/its",
-    ]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [*command, __file__, "-k", "checkpoints_of"], env=environment, capture_output=True, text=True, timeout=890
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "2 passed" in done.stdout
+    assert "2 passed" in run_tests(tmp_path, __file__, "-k", "checkpoints_of")
 
 
 def snapshot():

@@ -15,7 +15,7 @@ from shoal.train.loop.guard.guard import FILE, Guard, Trip, read_trip
 from shoal.train.loop.guard.judge import Measures, judge, measure
 from shoal.train.loop.guard.rollback import SavedStep, choose, roll_back, running, saved_steps
 from shoal.train.loop.measure.metrics import Metrics
-from shoal.train.loop.reporter import Reporter
+from shoal.train.loop.measure.reporter import Reporter
 from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
 

@@ -126,6 +126,24 @@ def test_kafka_offsets_are_committed_when_the_checkpoint_is_whole_and_not_before
     assert run(settings(address, out_dot_dir=str(tmp_path))).ended["samples"] == 320
 
 
+def test_a_history_of_files_is_continued_by_a_topic_from_a_date_on(mock_kafka, tmp_path):  # noqa: F811
+    import confluent_kafka
+
+    producer = confluent_kafka.Producer({"bootstrap.servers": mock_kafka.bootstrap})
+    midnight_ms = 1_793_491_200_000  # 2026-11-01, UTC
+    for i, record in enumerate(records(0, 640)):  # the first half of each partition is of the day before
+        producer.produce("dated", record, partition=i % 2, timestamp=midnight_ms + (i - 320) * 1000)
+    producer.flush(DEADLINE_S)
+    history, rest = write(tmp_path / "a.json", 0, 320), tmp_path / "b.json"
+    rest.write_bytes(b"".join(line + b"\n" for line in list(records(320, 640))[::2]))
+    weights, rows, _ = state_of(settings(history, rest))
+    address = mock_kafka.address("dated")
+    for date in ("2026-11-01", "2026-11-01T02:00:00+02:00"):
+        ours, ours_rows, told = state_of(settings(history, f"{address}?partitions=0&from={date}"))
+        assert (told.ended["samples"], told.ended["lag_records"], ours_rows) == (480, 0, rows)
+        assert same(ours, weights)
+
+
 def test_a_growing_directory_and_a_batch_that_waited_long_enough(tmp_path):
     folder = tmp_path / "grows"
     folder.mkdir()
@@ -175,6 +193,7 @@ def test_an_empty_stream_ends_when_it_was_idle_for_long_enough_or_is_evaluated_a
 def test_settings_of_sources_are_checked(tmp_path):
     for change, why in (
         ({"data.train": ["redis://h"]}, "STREAM"),
+        ({"data.train": ["rdis://h/x"]}, "must begin with redis:.* got 'rdis://h/x'"),
         ({"data.eval": ["-"]}, "eval must be files"),
         ({"data.format": "csv"}, "columns"),
         ({"data.format": "parquet", "data.message_format": "jsn"}, "did you mean 'json'"),

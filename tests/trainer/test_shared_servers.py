@@ -5,11 +5,14 @@ on one of the servers shows.
 """
 
 import collections
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +27,6 @@ from shoal.sharded import PsClient
 from shoal.sharded.placement.local import LocalServers
 from shoal.testing.commands import Command
 from tests.brokers import mock_kafka, redis_server  # noqa: F401
-from tests.conftest import forked_servers  # noqa: F401
 
 pytest.importorskip("zmq")
 
@@ -111,6 +113,15 @@ def expected(partitions, count):
     )
 
 
+def commands():
+    """The command lines of all rank processes of this machine."""
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            text = place.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if " shoal train " in text:
+                yield text
+
+
 class Trainer:
     """`shoal train` on some sources."""
 
@@ -163,7 +174,7 @@ IDLE = ("--set", "data.idle_s=1.0")
 
 
 @pytest.fixture
-def servers(tmp_path):
+def servers(tmp_path, forked_servers):
     options = ["--threads", "1", "--durability", "log", "--dir", str(tmp_path / "ps")]
     with LocalServers(2, options, env={"OMP_NUM_THREADS": "1"}) as started:
         yield started
@@ -230,5 +241,9 @@ def test_ranks_of_another_number_take_over_what_others_did_not_finish(redis_serv
     first = Trainer(tmp_path / "out", shared, servers.addresses, launch=2).start()
     first.until(12)
     first.kill()
+    end = time.monotonic() + DEADLINE_S
+    while any(str(tmp_path) in command for command in commands()):  # its ranks end with it
+        assert time.monotonic() < end
+        time.sleep(0.05)
     Trainer(tmp_path / "out", shared, servers.addresses, *IDLE).start().finish()
     assert counts(servers) == expected(1, RECORDS)

@@ -177,12 +177,14 @@ def evaluates(ranks):
     """Batch 3 is located while rank 0 evaluates, after its second step, and while rank 1 is in training mode."""
     model = Spread(over(ranks), ranks.rank)
     ask, asked, numbers = model.words.ask, [], iter(range(6))
-    evaluating, located = threading.Event(), threading.Event()
+    before, evaluating, located = threading.Event(), threading.Event(), threading.Event()
 
     def slow(*args, **kwargs):
         if len(asked) == 3:
             assert evaluating.wait(DEADLINE_S)
         asked.append(model.training)
+        if len(asked) == 3:
+            before.set()
         found = ask(*args, **kwargs)
         if len(asked) == 4:
             located.set()
@@ -193,6 +195,7 @@ def evaluates(ranks):
     def step(batch):
         model(batch).backward()
         if next(numbers) == 1:
+            assert before.wait(DEADLINE_S)
             model.train(ranks.rank == 1)
             evaluating.set()
             assert located.wait(DEADLINE_S)

@@ -26,7 +26,10 @@ class HierarchicalAggregator(GradientAggregator):
 
     def __init__(self, intra_group: Any, inter_group: Any, *, average: bool = True) -> None:
         if intra_group is None or inter_group is None:
-            raise ConfigError("HierarchicalAggregator: needs two process groups; get them from a 2-d DeviceMesh")
+            raise ConfigError(
+                "HierarchicalAggregator: intra_group and inter_group must be process groups, got "
+                f"{intra_group} and {inter_group}; get them from a 2-d DeviceMesh"
+            )
         self.average = average
         self._intra = GroupExchange(default_ranks(intra_group))
         self._inter = GroupExchange(default_ranks(inter_group))

@@ -17,18 +17,12 @@ from shoal.models.inputs import Inputs
 from shoal.nn.optimizer import SparseOptimizer
 from shoal.train.aggregation.all_reduce import AllReduceAggregator
 from shoal.train.aggregation.buckets import GradientBucket
+from shoal.train.dense_optimizers import OPTIMIZERS
 from shoal.train.loop.config import Config
 from shoal.train.loop.machine import find_device, find_table_device
 from shoal.train.loop.measure.metrics import Metrics
 from shoal.train.loop.schedule import factor
 from shoal.train.loop.tables import Rows
-
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "adagrad": torch.optim.Adagrad,
-    "sgd": torch.optim.SGD,
-}
 
 
 class Learner:
@@ -46,7 +40,7 @@ class Learner:
         torch.manual_seed(train.seed)
         self.model = build_model(config.model.name, inputs_of(config), config.model.options).to(self.device)
         fused = self.device.type == "cpu" or train.optimizer != "adagrad"  # torch's Adagrad has no fused step on GPUs
-        self.optimizer = _OPTIMIZERS[train.optimizer](self.model.parameters(), lr=train.lr, fused=fused)
+        self.optimizer = OPTIMIZERS[train.optimizer](self.model.parameters(), lr=train.lr, fused=fused)
         own = (train.seed * 1_000_003 + ranks.rank) & ((1 << 63) - 1)  # for dropout, which differs between ranks
         torch.manual_seed(own)
         self.rows = Rows(config, ranks, table_device, note).to(self.device)

@@ -16,7 +16,7 @@ from shoal.data.stream import Batch, Stream
 from shoal.errors import DataError
 from shoal.train.ahead.pipeline import Pipeline
 from shoal.train.loop.config import Config
-from shoal.train.loop.reporter import Reporter
+from shoal.train.loop.measure.reporter import Reporter
 from shoal.train.loop.tables import Rows
 
 _LISTED = 5

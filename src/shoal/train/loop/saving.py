@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from shoal.comm.ranks.ranks import Ranks
@@ -119,8 +120,7 @@ class Saver:
             at.other_changes += 1
         values = asdict(at) | {"now_s": self.rows.now_s} | _steps_to_json(self.rows.steps())
         del values["step"], values["base"]
-        snapshot.content = {"identity": self.config.identity(), "progress": values, "files": files}
-        snapshot.content["served"] = served_features(self.config).to_json()
+        snapshot.content = {**self._settings, "progress": values, "files": files}
         if self.rows.client is not None:
             snapshot.content["servers"] = self._keep_on_servers(at)
         checkpoint.save_checkpoint(
@@ -130,6 +130,11 @@ class Saver:
         self._saved_at = time.monotonic()
         self._prune(at)
         return target
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """What is the same in every checkpoint."""
+        return {"identity": self.config.identity(), "served": served_features(self.config).to_json()}
 
     def _make_room(self, step: int) -> None:
         """Moves or removes whatever has the name of the new checkpoint."""

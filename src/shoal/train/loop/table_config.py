@@ -88,7 +88,7 @@ class TableConfig:
     max_bytes: int | str | None = None
     """Bytes of each table, index and rows, on each rank and server: a number or text such as 8GiB."""
     evict: str | None = None
-    """lru (the default), lfu, epoch_lru or epoch_lfu: which rows leave a table that is full. An epoch is a day."""
+    """lru (the default), slru, lfu, epoch_lru or epoch_lfu: which rows leave a full table. An epoch is a day."""
     admit_after: int = 0
     """An id gets a row once it was learnt from more often than this, at most 14; before that it counts as zeros. Raise
     it when rows of ids that come once fill the memory."""
@@ -187,7 +187,7 @@ def _check_budget(section: str, given: dict[str, Any]) -> None:
         bytes_of(given["max_bytes"], f"[{section}] max_bytes")
     if given["evict"] is None:
         return
-    policies = ["lru", "lfu", "epoch_lru", "epoch_lfu"]
+    policies = ["lru", "slru", "lfu", "epoch_lru", "epoch_lfu"]
     if given["evict"] not in policies:
         raise ConfigError(f"[{section}] evict must be one of {policies}, got {given['evict']!r}")
     if given["max_rows"] is None and given["max_bytes"] is None:

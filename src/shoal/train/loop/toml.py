@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, Union
 from shoal.data.features import Feature, Number, definition
 from shoal.data.formats import FORMAT_OPTIONS
 from shoal.data.joining.config import load_join
-from shoal.data.live.address import is_live
+from shoal.data.live.address import is_live, parse_address
 from shoal.errors import ConfigError, did_you_mean
 from shoal.train.loop.config import Config, DataConfig, EvalConfig, ModelConfig, OutConfig, TrainConfig
 from shoal.train.loop.serve_config import ServeConfig
@@ -192,7 +192,9 @@ def _written_by_joiner(content: dict[str, Any], path: str) -> None:
     if not isinstance(data, dict) or not joined.out:
         return
     given = data.setdefault("train", [joined.out])
-    if joined.out in ([given] if isinstance(given, str) else given):
+    sources = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+    written = str(parse_address(joined.out))  # without options, which may be the writer's or the reader's own
+    if any(isinstance(one, str) and is_live(one) and str(parse_address(one)) == written for one in sources):
         data.setdefault("format", joined.impressions.format)
         data.setdefault("label", next(iter(joined.labels)))
         if data.setdefault("keep_negatives", joined.keep_negatives) != joined.keep_negatives:

@@ -27,16 +27,17 @@ from shoal.train.loop.guard.guard import Guard
 from shoal.train.loop.guard.rollback import running
 from shoal.train.loop.hooks import Hooks, SaveTimer, TrainContext, make_hooks
 from shoal.train.loop.learner import Learner
-from shoal.train.loop.machine import fair_threads, resident_bytes
+from shoal.train.loop.machine import fair_threads
 from shoal.train.loop.measure.endpoint import Run, Watched
 from shoal.train.loop.measure.evaluation import evaluate
-from shoal.train.loop.measure.metrics import merged
+from shoal.train.loop.measure.report import Report, verdict
+from shoal.train.loop.measure.reporter import Reporter
 from shoal.train.loop.measure.summaries import Summaries
 from shoal.train.loop.publish import Publishing
 from shoal.train.loop.reading import Epochs, Feed, Reading, Wishes
-from shoal.train.loop.reporter import Reporter
 from shoal.train.loop.saving import Progress, Saver
 from shoal.train.loop.warm_start import warm_start
+from shoal.train.loop.writes import NamedWrites
 
 
 class Trainer:
@@ -103,6 +104,7 @@ class Trainer:
         self.stream = self.reading.train
         self.reader: dict[str, Any] = dict(self.stream.state)
         self.summaries = Summaries(config.out.tensorboard, self.ranks)
+        self.report = Report(self.metrics, self.rows, self.ranks, config.train.max_steps)
         self._exhausted = False
         self._loss = math.nan
         self._last_batch: Batch | None = None
@@ -117,8 +119,7 @@ class Trainer:
             self.resumed = self._begin_anew(self.saver) if fresh else self._resume(self.saver)
         if init_from is not None:
             self._begin_with(init_from)
-        if self._names_writes:
-            self._name_writes()
+        self._writes = self._name_writes()
         self.at.run = self.ranks.from_first(self.at.run)
         self.publishing = Publishing(config, self.ranks, self.rows, self.model, lambda: self.at, self.reporter.note)
         self.exports = Exports(config, self.ranks, self.learner)
@@ -133,41 +134,20 @@ class Trainer:
         trip = self.guard.trip if hasattr(self, "guard") else None  # it may speak while it is made
         return "" if trip is None else trip.reason
 
-    @property
-    def _names_writes(self) -> bool:
-        """Whether rows are on servers that do not go back to this run's checkpoint, since other trainers use them, too:
-        then an update has the name of the batch that it is of, and is applied once however often it is sent."""
-        return self.reading.live is not None and self.rows.client is not None and not self.config.train.ps_restore
-
-    def _name_writes(self) -> None:
-        """Goes on with the writes behind those of the checkpoint; servers leave out what they have applied."""
-        client = self.rows.client
-        numbers = self.reader.pop("writes", None)
-        had = None if self.resumed is None or numbers is None else len(numbers)
-        if self.resumed is not None and had != client.num_ps:
-            what = "ranks" if had is None else "parameter servers"
-            self.reporter.note(
-                f"the checkpoint is of another number of {what}: updates of files since then may be applied twice"
-            )
-            numbers = None
-        self.at.name = self.ranks.from_first(self.at.name)
-        self._new_writer = numbers is None
-        again = f"/{self.at.run:x}" if self._new_writer and self.resumed is not None else ""
-        self._writer = self.reader.pop("writer", None) or f"{self.at.name}/{self.ranks.rank}{again}"
-        client.continue_writes(self._writer, numbers or [0] * client.num_ps)
-        live, train = self.reading.live, self.config.train
-        assert live is not None
-        live.note = self.reporter.note
-        what = (
-            "steps of several batches" if train.accumulate > 1 else "a run with a staleness" if train.staleness else ""
-        )
-        if what or not live.learn_by_partition(client):
-            what = what or "these sources"
-            self.reporter.note(
-                f"updates of {what} are named by this run and its batches: it must be started again with its out.dir"
-            )
+    def _name_writes(self) -> NamedWrites | None:
+        """The names of updates on servers that do not go back to this run's checkpoint, since others use them, too."""
+        live, client = self.reading.live, self.rows.client
+        if live is None or client is None or self.config.train.ps_restore:
+            return None
         if self.saver is None:
             self.reporter.note("without [out] dir a run that is started again learns from the stream's beginning again")
+        self.at.name = self.ranks.from_first(self.at.name)
+        writes = NamedWrites(
+            client, self.reader, self.at, self.ranks.rank, self.resumed is not None, self.reporter.note
+        )
+        live.note = self.reporter.note
+        writes.follow(live, self.config.train)
+        return writes
 
     def _make_guard(self) -> Guard:
         """Judges the first rank, for all; nothing stops the others."""
@@ -206,7 +186,9 @@ class Trainer:
                 self.reporter.note(f"goes on with the rows and weights of step {self.at.kept_step:,}, the best so far")
             unread = self.at.epoch < self.config.train.epochs and not self._rows_read()
             self.stream.restart(self.reader)
-            if (self._names_writes and self._new_writer) or (self.rows.client is not None and self.resumed is None):
+            if (self._writes is not None and self._writes.new) or (
+                self.rows.client is not None and self.resumed is None
+            ):
                 # So that a run that is killed before its first checkpoint finds the names of its updates, or takes
                 # back what it did on the servers.
                 self._save(replace=True)
@@ -224,7 +206,9 @@ class Trainer:
         if allowed:
             self.publishing.finish()
             self._export(last=True, replace=replace)
-        result = self._values() | self._verdict() | {"why": why, "seconds": seconds, "checkpoint": path}
+        result = (
+            self._values() | verdict(self.config.eval, self.at) | {"why": why, "seconds": seconds, "checkpoint": path}
+        )
         result["samples_per_s"] = (self.at.samples - first) / seconds if seconds else math.nan
         self.hooks.end()
         self.summaries.close()
@@ -289,7 +273,8 @@ class Trainer:
 
     def _tell(self, rate: float) -> None:
         """Reports, to everybody who wants to know."""
-        values = self._values() | {"samples_per_s": rate, "eta_s": self._eta(rate)}
+        eta_s = self.report.eta_s(self.at, rate, self.stream.total_rows())
+        values = self._values() | {"samples_per_s": rate, "eta_s": eta_s}
         self._marks["report"] = time.monotonic()
         self.reporter.progress(**values)
         self.hooks.on_progress(self.at.step, values)
@@ -299,14 +284,6 @@ class Trainer:
         """Whether something that a run on sources does by the clock is due; the first rank's clock counts."""
         live = self.reading.live is not None and self.ranks.first
         return live and every_s > 0 and time.monotonic() - self._marks[what] >= every_s
-
-    def _eta(self, rate: float) -> float | None:
-        """Seconds to the end at a rate of samples; None where nobody knows how many there are."""
-        total = self.stream.total_rows()
-        ends = [] if total is None else [total * self.ranks.world_size]
-        if self.config.train.max_steps is not None and self.at.step:
-            ends.append(self.at.samples * self.config.train.max_steps / self.at.step)
-        return max(0.0, min(ends) - self.at.samples) / rate if ends and rate else None
 
     def _step(self, batches: Iterable[Batch | None]) -> tuple[int, Wishes]:
         """Samples of all ranks, and what some rank wants to happen then."""
@@ -421,39 +398,14 @@ class Trainer:
         at.other_changes += 1
         return True
 
-    def _verdict(self) -> dict[str, Any]:
-        """What the evaluations say: the best value, and of which step the model is that the run ends with."""
-        at, sign = self.at, self.config.eval.sign
-        return {
-            "metric": self.config.eval.metric, "best": None if at.best is None else sign * at.best,
-            "kept_step": at.kept_step, "kept_value": None if at.kept_value is None else sign * at.kept_value,
-            "model_step": at.kept_step if at.restored else at.step,
-        }  # fmt: skip
-
     def _rows_read(self) -> int:
         """Of the files as they are now, on all ranks, up to the last window that was used up."""
         return int(self.ranks.sum(torch.tensor([self.reader["rows"]], device="cpu")))
 
     def _values(self) -> dict[str, Any]:
         """The values of a report. All ranks call it together."""
-        values = merged(self.metrics, self.ranks)
-        values.pop("samples")
         bad = self.stream.bad_rows if self._exhausted else self.reader["bad"]  # the last ones are behind the last batch
-        sizes, used = self.rows.sizes(), self.rows.bytes()
-        sums = torch.tensor([float(bad), resident_bytes(), *used.values()], dtype=torch.float64, device="cpu")
-        bad_rows, resident, *used_by_all = map(int, self.ranks.sum(sums).tolist())
-        known = [size for size in sizes.values() if size is not None]
-        lag = self.reading.lag(self.ranks)
-        return {
-            "step": self.at.step, "epoch": self.at.epoch, "samples": self.at.samples, **values,
-            "window_auc": self.metrics.window_auc(), "rows": sum(known) if len(known) == len(sizes) else None,
-            "table_bytes": sum(used_by_all), "resident_bytes": resident, "bad_rows": bad_rows,
-            **lag,
-            "tables": {
-                name: {"rows": rows, "bytes": size}
-                for (name, rows), size in zip(sizes.items(), used_by_all, strict=True)
-            },
-        }  # fmt: skip
+        return self.report.values(self.at, bad) | self.reading.lag(self.ranks)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -473,10 +425,8 @@ class Trainer:
         self.hooks.before_save(self.at.step)
         try:
             snapshot = self._snapshot()
-            if self._names_writes:
-                self.rows.client.flush()
-                numbers = self.rows.client.write_numbers()
-                snapshot.reader = {**self.reader, "writes": numbers, "writer": self._writer}
+            if self._writes is not None:
+                snapshot.reader = {**self.reader, **self._writes.state()}
             path = self.saver.save(snapshot, self.at, self._files)
         except OSError as error:
             what = f"the checkpoint of step {self.at.step:,} could not be written ({error})"

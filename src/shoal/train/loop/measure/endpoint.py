@@ -10,7 +10,7 @@ from shoal.observe.endpoint import Shown, process_metrics
 from shoal.observe.exposition import Family, render
 from shoal.observe.history import Figures
 from shoal.observe.page import Part, chart, page, pill, table, tile
-from shoal.train.loop.reporter import Reporter
+from shoal.train.loop.measure.reporter import Reporter
 
 _GAUGES = {
     "auc": "Of all samples so far, each predicted before it was learnt",
