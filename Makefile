@@ -4,6 +4,7 @@ TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
+WORKERS ?= $(shell expr $(JOBS) + 1) # of tests, which wait for other processes now and then
 export PIP_RETRIES ?= 8
 export PIP_DEFAULT_TIMEOUT ?= 60
 
@@ -31,8 +32,9 @@ torchrec: $(BIN)/python ## TorchRec in a folder of its own, for the tests that r
 demo: build-packages $(VENV)/.installed ## train the demo model and draw its picture (out/demo)
 	$(BIN)/shoal demo --out out/demo --seconds 45 --live
 
+test: export SKBUILD_CMAKE_DEFINE = SHOAL_WERROR=ON
 test: packages $(VENV)/.installed torchrec core-test ## everything that CI runs
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 docs: $(VENV)/.installed ## the site, into docs/_build/html; a warning is an error
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs docs/_build/html
@@ -72,10 +74,11 @@ wheel: $(BIN)/python ## an abi3 wheel for this machine's manylinux and the sdist
 wheel-test: $(VENV)/.installed ## install that wheel in a fresh environment and run smoke tests away from the source
 	sh scripts/wheel_test.sh $(abspath $(BIN))/python
 
-core-test: ## the native core's own tests
+core-test: ## the native core's own tests, with the core of the wheel where it is of today's sources
 	@[ ! -e build/core.unfinished ] || rm -rf build/core # it was killed in the middle of a file
 	@mkdir -p build && touch build/core.unfinished
-	cmake -S . -B build/core -DSHOAL_PYTHON=OFF -DSHOAL_TESTS=ON -DSHOAL_WERROR=ON >/dev/null && \
+	cmake -S . -B build/core -DSHOAL_PYTHON=OFF -DSHOAL_TESTS=ON -DSHOAL_WERROR=ON \
+	  -DSHOAL_CORE="$$(sh scripts/built_core.sh)" >/dev/null && \
 	  cmake --build build/core -j $(JOBS) >/dev/null; status=$$?; rm build/core.unfinished; exit $$status
 	ctest --test-dir build/core --output-on-failure
 

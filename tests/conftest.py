@@ -1,6 +1,7 @@
 """Settings that every test shares."""
 
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -10,6 +11,11 @@ from hypothesis import HealthCheck, settings
 from shoal.sharded.placement.local import LocalServers
 from shoal.testing import ranks
 from shoal.testing.commands import Command
+
+# What tests write is in memory where there is room: they save often, and a disk makes each save wait.
+MEMORY, ROOM_BYTES = "/dev/shm", 6 << 30
+if os.path.isdir(MEMORY) and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 # The same examples on every run, so that a failure belongs to the change it came with; new ones are searched for with
 # HYPOTHESIS_PROFILE=thorough.
@@ -23,8 +29,23 @@ settings.register_profile(
 settings.register_profile("thorough", parent=settings.get_profile("shoal"), max_examples=1000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "shoal"))
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.interpreter import make_quick
+
+    make_quick()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") == "loadfile":
+        from tests.schedule import Scheduling
+
+        return Scheduling(config, log)
+    return None
+
 
 # Ranks import the module of their test, and torch's optimizers load the compiler.
+ranks.PRELOADED[:0] = ["tests.warm_interpreter"]
 ranks.PRELOADED += ["pytest", "hypothesis", "torch._dynamo", "shoal.train.loop.trainer", "shoal.gather.protocol.gather"]
 
 
@@ -36,10 +57,10 @@ def random_tensors_do_not_depend_on_the_tests_before():
 @pytest.fixture(autouse=True)
 def uninitialised_memory_is_nan():
     """torch.empty is filled with NaN (or the largest integer), so a kernel that skips an element is caught."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch._C._set_deterministic_algorithms(True, warn_only=True)  # torch's own call imports its compiler, too
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.use_deterministic_algorithms(False)
+    torch._C._set_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def test_synchronous_tables(elsewhere, table_of):
     assert table.lookup(ids, {}, table.reorder(ids))[0]["a"].tolist() == [[-3.0], [-3.0], [-3.0]]
 
 
-def test_parameter_servers(elsewhere):
+def test_parameter_servers(elsewhere, forked_servers):
     from shoal.sharded import PsClient, ps_table
 
     with LocalServers(2) as servers, PsClient(servers.addresses) as client:

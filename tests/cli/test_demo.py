@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from shoal.cli.main import main
 from shoal.demo.run import auc, compare
 from shoal.demo.stream import FIELDS, StreamConfig, stream
 from shoal.fid import slot_v2
+from shoal.testing.commands import Command
 
 SMALL = StreamConfig(days=6, batches_per_day=8, batch_size=256, users=2000, items=2000, seed=3)
 
@@ -80,14 +80,15 @@ def test_the_command_writes_a_picture_and_prints_a_table(tmp_path, capsys):
 
 @pytest.mark.timeout(400)
 def test_json_is_all_of_stdout(tmp_path):
-    command = [sys.executable, "-m", "shoal", "demo", "--quick", "--json", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    given = ("demo", "--quick", "--json", "--out", tmp_path)
+    with Command(*given, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        out, err = command.communicate(300)
+    assert command.returncode == 0, err
+    report = json.loads(out)
     assert report == json.loads((tmp_path / "demo.json").read_text())
     assert [table["name"] for table in report["tables"]] == ["shoal.HashTable", "nn.EmbeddingBag, hashed"]
     assert report["best_reachable_auc"] > report["tables"][0]["auc"]
-    assert "Warning" not in done.stderr
+    assert "Warning" not in err
 
 
 def test_wrong_usage_is_one_line_and_an_exit_code(tmp_path, capsys):

@@ -16,6 +16,7 @@ import shoal
 from shoal import _core
 from shoal.cli.main import main
 from shoal.table import restore_incremental
+from shoal.testing.commands import Command
 from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
 from tests.cli.train_helpers import (
@@ -309,14 +310,15 @@ def test_tensorboard_gets_the_metrics(capsys, data, tmp_path):
 @pytest.mark.timeout(900)
 def test_two_ranks_share_the_work_and_go_on_from_their_checkpoint(data, tmp_path):
     pytest.importorskip("tensorboard")
-    shell = [sys.executable, "-m", "shoal", "launch", "-n", "2", "-m", "shoal", *command(data)[3:]]
+    shell = ["launch", "-n", "2", "-m", "shoal", *command(data)[3:]]
     more = ["--out", str(tmp_path / "run"), "--json", "--log-steps", "5", "--eval", str(data / "eval.tsv")]
     more += ["--tensorboard", str(tmp_path / "board")]
 
     def launch(*extra):
-        done = subprocess.run([*shell, *more, *extra], capture_output=True, text=True, timeout=DEADLINE_S)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [json.loads(line.split("] ", 1)[1]) for line in done.stdout.splitlines() if line.startswith("[rank")]
+        with Command(*shell, *more, *extra, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launched:
+            out, err = launched.communicate(DEADLINE_S)
+        assert launched.returncode == 0, err[-3000:]
+        return [json.loads(line.split("] ", 1)[1]) for line in out.splitlines() if line.startswith("[rank")]
 
     first = launch("--max-steps", "10")
     assert first[-1]["samples"] == 10 * 2 * 256

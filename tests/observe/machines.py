@@ -48,7 +48,8 @@ def is_open(address, port):
         probe.settimeout(20)
         return probe.connect_ex((address, port)) == 0
 
-print(json.dumps([port for port in range(1, 65536) if any(is_open(each, port) for each in sys.argv[1:])]))
+addresses, ports = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+print(json.dumps([port for port in ports if any(is_open(each, port) for each in addresses)]))
 """
 
 
@@ -133,8 +134,8 @@ class Machines:
         return json.loads(done.stdout)
 
     def open_ports(self):
-        """TCP ports of home that a stranger can connect to, of all there are."""
-        return set(self.python(SCAN, HOME, HOME6))
+        """TCP ports of home that a stranger can connect to, of all that anything listens on."""
+        return set(self.python(SCAN, json.dumps([HOME, HOME6]), sorted(self.listening())))
 
     def listening(self):
         """TCP ports at home that something listens on."""

@@ -1,16 +1,16 @@
 """The CUDA kernels: in Triton's interpreter everywhere, and what only they have.
 
-The interpreter must be chosen before Triton is imported, so this folder's tests run once more in a process of its own.
+The interpreter must be chosen before kernels are imported, so this folder's tests run once more in other processes.
 """
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.interpreted import run_tests
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="there is no Triton")
 HERE = Path(__file__).parent
@@ -26,22 +26,10 @@ def kernels(device):
         pytest.skip("needs a GPU, or Triton's interpreter")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(INTERPRETED, reason="this is that run")
-def test_the_ops_give_the_same_in_tritons_interpreter(device, tmp_path):
-    if device != "cpu":
-        pytest.skip("once is enough")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--basetemp={tmp_path}/its"]
-    done = subprocess.run(
-        [*command, *(str(HERE / f"{name}.py") for name in FILES)],  # one process imports everything once
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=890,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("file", FILES)
+def test_the_ops_give_the_same_in_tritons_interpreter(file, tmp_path):
+    run_tests(tmp_path, HERE / f"{file}.py")
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 127, 1000])

@@ -493,6 +493,7 @@ class Load:
                 self.answers += 1
             except Exception as error:
                 self.failures.append(error)
+            self.stop.wait(0.001)  # others start meanwhile
 
     def wait_for(self, more):
         target = self.answers + more

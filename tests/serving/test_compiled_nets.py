@@ -16,6 +16,17 @@ from shoal.table import test_hash_table
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
+@pytest.fixture(autouse=True)
+def one_small_compilation():
+    """The compiler is not tried for what it can do, nor are headers compiled for programs to come."""
+    from torch._inductor import config
+
+    with config.patch(
+        {"cpp_cache_precompile_headers": False, "aot_inductor.precompile_headers": False, "cpp.vec_isa_ok": True}
+    ):
+        yield
+
+
 class Net(torch.nn.Module):
     """Has an operation that the core does not have."""
 

@@ -5,8 +5,6 @@ CUDA graphs needs a GPU.
 """
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -27,6 +25,7 @@ from shoal.serving.server.rest.status_page import snapshot
 from shoal.serving.tensors import decode_tensor, encode_tensor
 from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
+from tests.interpreted import run_tests
 from tests.trainer.helpers import Told
 from tests.trainer.test_export import write_data
 
@@ -39,16 +38,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*eterministic
 
 @pytest.mark.timeout(600)
 def test_in_the_interpreter(tmp_path):
-    if INTERPRETED or GPU:
-        pytest.skip("they run in this process")
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        [*command, f"--basetemp={tmp_path}/its"], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True,
-        text=True, timeout=590,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    assert " passed" in run_tests(tmp_path, __file__)
 
 
 # --- where it may be --------------------------------------------------------------------------------------------------

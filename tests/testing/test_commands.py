@@ -18,6 +18,8 @@ def test_a_command_writes_ends_and_is_killed_as_any_process(tmp_path):
     with Command("serve", "nothing", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=tmp_path) as command:
         assert "nothing" in command.communicate(120)[1]
     assert command.poll() == 2
+    with Command("-n", 1, "-r", 1, "2 + 3", module="timeit", stdout=subprocess.PIPE) as command:
+        assert "1 loop" in command.communicate(120)[0]
     sees = Command("ps", "--json", "--threads", 1, stdout=subprocess.PIPE)
     with sees:
         assert '"address"' in sees.stdout.readline()

@@ -28,6 +28,7 @@ class Command:
         stdout, stderr: ``subprocess.PIPE``, ``subprocess.DEVNULL``, or None for those of this process.
         env: the environment; that of this process unless given. Variables that libraries read when they are imported
             have no effect.
+        module: what ``python -m`` would run.
 
     Example:
         >>> with Command("--version", stdout=subprocess.PIPE) as command:  # doctest: +SKIP
@@ -41,8 +42,9 @@ class Command:
         stderr: int | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
+        module: str = "shoal",
     ) -> None:
-        self.args = ["shoal", *map(str, arguments)]
+        self.args = [module, *map(str, arguments)]
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*ranks.PRELOADED, *PRELOADED])
         self.stdout, out = _stream(stdout, 1)
@@ -142,4 +144,4 @@ def _run(args: list[str], env: dict[str, str], cwd: str, out: _Fd, err: _Fd) -> 
     os.environ.update(env)
     os.chdir(cwd)
     sys.argv = args
-    runpy.run_module("shoal", run_name="__main__", alter_sys=False)
+    runpy.run_module(args[0], run_name="__main__", alter_sys=False)

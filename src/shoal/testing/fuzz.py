@@ -122,8 +122,12 @@ def try_one(target: Target, data: bytes, tally: Tally | None = None, limit_s: fl
     tally = Tally() if tally is None else tally
     tally.runs += 1
     try:
-        with _stopped_after(limit_s):
-            target.read(data)
+        try:
+            with _stopped_after(limit_s):
+                target.read(data)
+        except _Hung:  # or the machine had no time for this process
+            with _stopped_after(limit_s):
+                target.read(data)
     except target.refuses as refusal:
         name = type(refusal).__name__
         tally.refused[name] = tally.refused.get(name, 0) + 1
