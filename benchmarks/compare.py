@@ -5,8 +5,9 @@ python -m benchmarks.compare --base HEAD~20 --rounds 5 "table --rows 2000000 --o
 
 A benchmark is named with the flags that both commits understand. The other commit is checked out and built below
 ``build/compare``, once; ``--base`` may also name a folder with a tree that is built already. Each number that a
-benchmark writes with ``--json`` is compared with the number of the same place; the median of the rounds counts.
-Numbers that are larger when things are better are known by the words in RATES.
+benchmark writes with ``--json`` is compared with the number of the same place; the median of the rounds counts, and
+the best round of each tree is printed beside it, since other work on the machine only ever makes a round worse.
+A ratio's goal says whether more is better; for other numbers, the words in RATES do.
 """
 
 from __future__ import annotations
@@ -21,17 +22,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 TREE = Path(__file__).resolve().parent.parent
-RATES = re.compile(r"/s\b|per_s\b|rate|qps|ratio|speedup|ours over|gb_s|scaling", re.IGNORECASE)
+RATES = re.compile(r"/s\b|per_s\b|rate|qps|ratio|speedup|ours over|gb_s|scaling|kept", re.IGNORECASE)
 NOT_MEASURED = re.compile(
-    r"goal|bound|wanted|machine|cores|memory_gib|rows$|rival|torch$|theirs|repeats", re.IGNORECASE
+    r"goal|bound|wanted|target|machine|cores|memory_gib|rows$|bags$|per_bag|rival|torch$|torch_|theirs|repeats|dim$"
+    r"|bytes$|threads$|(numpy|one_shot|once)_ms|^plain|flat ms|single calls ms|sort ms|topk ms|cpus|echo|asyncio|bare",
+    re.IGNORECASE,
 )
-NUMBER = re.compile(r"^\s*([0-9][0-9,]*\.?[0-9]*)\s*(.*)$")
+RATIOS = ("ratio", "value")  # what an entry's goal speaks of
+GOALS = ("goal", "bound", "wanted", "figure")  # ">= 0.5 of the echo", "<= 2"
+NAMES = ("what", "name", "against")  # the texts of an entry that are the same in each run
+NUMBER = re.compile(r"([A-Za-z][A-Za-z0-9 _.]*? )?([0-9][0-9,]*\.?[0-9]*) ?([A-Za-z%][A-Za-z/]*( rows/s)?)?")
 
 
 def build(ref: str) -> Path:
@@ -50,7 +57,13 @@ def build(ref: str) -> Path:
     return tree
 
 
-def figures(tree: Path, benchmark: list[str]) -> dict[str, float]:
+@dataclass(frozen=True)
+class Figure:
+    value: float
+    more_is_better: bool
+
+
+def figures(tree: Path, benchmark: list[str]) -> dict[str, Figure]:
     """One run of a benchmark in a tree; its numbers by their place in the JSON that it writes."""
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "figures.json"
@@ -68,30 +81,46 @@ def figures(tree: Path, benchmark: list[str]) -> dict[str, float]:
             raise SystemExit(
                 f"{shlex.join(command)} in {tree} ended with {run.returncode} and wrote no figures:\n{tail}"
             )
-        return dict(leaves(json.loads(kept.read_text()), ""))
+        found = list(leaves(json.loads(kept.read_text()), ""))
+        return dict(reversed(found))  # of two numbers in one text with one label, the first is ours
 
 
-def leaves(value: Any, place: str) -> Iterator[tuple[str, float]]:
-    """The numbers in a JSON value. An entry of a list is known by its texts, so that lists may differ in length."""
+def leaves(value: Any, place: str) -> Iterator[tuple[str, Figure]]:
+    """The numbers in a JSON value, also those in its texts ("12.5 M/s", "native 3.1 ms, flat 2.9 ms").
+
+    An entry of a list is known by its name and by how many of that name came before, so that lists may differ.
+    """
     if isinstance(value, bool) or value is None:
         return
     if isinstance(value, (int, float)):
-        yield place, float(value)
+        yield place, Figure(float(value), bool(RATES.search(place)))
     elif isinstance(value, str):
-        found = NUMBER.match(value)
-        if found:
-            yield f"{place} {found[2]}".rstrip(), float(found[1].replace(",", ""))
+        for label, number, unit, _ in NUMBER.findall(value):
+            if unit or number == value:
+                where = f"{place} {label}{unit}".rstrip()
+                yield where, Figure(float(number.replace(",", "")), bool(RATES.search(f"{where} {unit}")))
     elif isinstance(value, dict):
+        goal = next((str(value[key]) for key in GOALS if str(value.get(key)).startswith((">", "<"))), "")
+        goal = "<=" if value.get("at_most") else goal
         for key, inner in value.items():
-            yield from leaves(inner, f"{place}.{key}" if place else str(key))
+            if key in NAMES or inner is goal:
+                continue
+            for where, figure in leaves(inner, f"{place}.{key}" if place else str(key)):
+                told = goal and key in RATIOS
+                yield where, replace(figure, more_is_better=goal[0] == ">") if told else figure
     elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            texts = (
-                [v for v in inner.values() if isinstance(v, str) and not NUMBER.match(v)]
-                if isinstance(inner, dict)
-                else []
-            )
-            yield from leaves(inner, f"{place}[{'; '.join(texts) or index}]")
+        known: Counter[str] = Counter()
+        for inner in value:
+            name = "; ".join(inner[key] for key in NAMES if key in inner) if isinstance(inner, dict) else ""
+            known[name] += 1
+            yield from leaves(inner, f"{place}[{name}{f' #{known[name]}' if known[name] > 1 or not name else ''}]")
+
+
+def cost(before: float, after: float, more_is_better: bool) -> float:
+    """How many times worse it became; 1 where there is nothing to divide."""
+    if before <= 0 or after <= 0:
+        return 1.0
+    return before / after if more_is_better else after / before
 
 
 def main() -> int:
@@ -109,26 +138,32 @@ def main() -> int:
     slower = 0
     for benchmark in map(shlex.split, options.benchmark):
         series: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in trees}
+        more_is_better: dict[str, bool] = {}
         started = time.monotonic()
         for done in range(options.rounds):
             spent = time.monotonic() - started
             if done and options.seconds and spent * (done + 1) / done > options.seconds:
                 break
-            for name, tree in trees.items():
+            for name, tree in list(trees.items())[:: -1 if done % 2 else 1]:
                 for place, figure in figures(tree, benchmark).items():
-                    series[name][place].append(figure)
+                    series[name][place].append(figure.value)
+                    if name == "now":
+                        more_is_better[place] = figure.more_is_better
         common = [p for p in series["base"] if p in series["now"] and not NOT_MEASURED.search(p.rsplit(".", 1)[-1])]
         rounds = len(next(iter(series["now"].values()), []))
-        print(f"\n# {shlex.join(benchmark)}: {len(common)} figures in both, medians of {rounds} rounds")
+        print(f"\n# {shlex.join(benchmark)}: {len(common)} figures in both, {rounds} rounds")
+        print(f"{'':<100} {'before':>11} {'after':>11} {'median':>7} {'best':>7}")
         for place in common:
-            before, after = (statistics.median(series[name][place]) for name in ("base", "now"))
-            if before <= 0 or after <= 0:
-                continue
-            cost = before / after if RATES.search(place) else after / before
-            marked = cost > 1 + options.margin
+            before, after = series["base"][place], series["now"][place]
+            middle = cost(statistics.median(before), statistics.median(after), more_is_better[place])
+            best = max if more_is_better[place] else min
+            of_best = cost(best(before), best(after), more_is_better[place])
+            marked = middle > 1 + options.margin
             slower += marked
             if marked or options.all:
-                print(f"{place[:110]:<110} {before:>12.4g} {after:>12.4g} {cost:>6.2f}x{'  SLOWER' if marked else ''}")
+                mark = "" if not marked else "  SLOWER" if of_best > 1 + options.margin else "  slower?"
+                medians = f"{statistics.median(before):>11.4g} {statistics.median(after):>11.4g}"
+                print(f"{place[-100:]:<100} {medians} {middle:>6.2f}x {of_best:>6.2f}x{mark}", flush=True)
     print(f"\n{slower} figures are worse by more than {options.margin:.0%}")
     return 0
 

@@ -101,7 +101,8 @@ class Report:
             f"{'' if goal is None else f'{sign}{goal:g}':>8}{'' if met is None else '  ok' if met else '  MISSED'}",
             flush=True,
         )
-        self.rows.append({"what": what, "ours": ours, "rival": rival, "ratio": ratio, "goal": goal, "met": met})
+        row = {"what": what, "ours": ours, "rival": rival, "ratio": ratio, "goal": goal, "at_most": at_most, "met": met}
+        self.rows.append(row)
 
     def save(self, path: str | None) -> None:
         if path:

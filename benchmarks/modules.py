@@ -284,6 +284,8 @@ def dlrm(args: Any, rows: int, bags: int = 32_768, dim: int = 64) -> None:
 def cpu(args: Any) -> None:
     print(f"{torch.get_num_threads()} threads")
     for rows, title in ((50_000, "in the cache"), (args.rows or 20_000_000, "beyond it")):
+        if args.only not in ("", "forward"):
+            break
         setup = Setup(args, "sgd", 53_248, 10, 1, rows, 16, 1.0)
         calls = setup.forwards()
         times = medians([calls[0], calls[2]], args.repeats, 20, "cpu")
@@ -303,6 +305,8 @@ def cpu(args: Any) -> None:
         print(f"{'':44s} 1 -> {threads} threads: {alone / times[0]:.2f}x (goal 1.8x for 2)")
         del setup
     for length in (1, 10):
+        if args.only not in ("", "tables"):
+            break
         setup = Setup(args, "adagrad", 2048, length, 26, 200_000, 16, 3.0)
         names = ("one table", "26 tables", "nn.EmbeddingBag")
         line(f"26 features, 2,048 x {length}: forward", names, medians(setup.forwards(), args.repeats, 20, "cpu"), 2)
@@ -310,8 +314,10 @@ def cpu(args: Any) -> None:
         line(f"26 features, 2,048 x {length}: step", names, times, 2, "(goal 0.25x)")
         print(f"{'':44s} 26 tables against one: {times[1] / times[0]:.2f}x (goal 1.1x)")
         del setup
-    new_rows(args)
-    few(args)
+    if args.only in ("", "new"):
+        new_rows(args)
+    if args.only in ("", "few"):
+        few(args)
 
 
 def new_rows(args: Any, dim: int = 16, batch: int = 65_536) -> None:
@@ -381,7 +387,11 @@ def main() -> None:
         "makes of its memory is slower than any later one",
     )
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--only", default="", help="cuda: one of 8192x1, 8192x10, 65536x1, combiners, dlrm")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="cpu: one of forward, tables, new, few; cuda: one of 8192x1, 8192x10, 65536x1, combiners, dlrm",
+    )
     parser.add_argument("--batches", type=int, default=8, help="different batches, which take turns")
     args = parser.parse_args()
     print(machine())

@@ -20,9 +20,7 @@ from shoal.errors import ConfigError
 
 MAX_SLOT_V1 = 1023
 MAX_SLOT_V2 = 32767
-NUM_SLOTS = MAX_SLOT_V2 + 1
 
-_V1_SIGNATURE = (1 << 54) - 1
 _V2_SIGNATURE = (1 << 48) - 1
 _NARROWER = (torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 

@@ -242,6 +242,10 @@ class EmbeddingBagCollection(TableModule):
     def _side_by_side(self, plan: Plan, out: Any, combined: dict[int, Tensor], flat: bool) -> Tensor:
         if plan.fused and (flat or not plan.sequences):
             return self._placed(out)
+        if plan.fused and plan.sequence is not None:  # one copy instead of one per feature
+            length, dim = plan.sequence
+            every = out.view(out.shape[0], -1, length, dim)
+            return self._placed(every.transpose(1, 2).reshape(out.shape[0], length, every.shape[1] * dim))
         parts = _by_place(plan, out, combined)
         parts = [self._placed(parts[number]) for number in plan.order]
         if flat or len({part.shape[1:-1] for part in parts}) > 1:

@@ -200,7 +200,6 @@ def _join(status: Status, now: Reading, before: Reading | None) -> None:
 
 _JOIN_EVENTS = re.compile(r"join_(impressions|actions)_total")
 _JOIN_WRONG = re.compile(r"join_(late|broken|excess)_(impressions|actions)_total|join_lost_records_total")
-_WORK = re.compile(r".*(samples|requests|examples|steps|batches)_total")
 _WRONG = re.compile(r".*(errors?|failed|failures|bad_rows|dropped)(_\w+)?_total")
 _ROWS = re.compile(r".*_rows")
 

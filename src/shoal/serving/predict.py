@@ -22,7 +22,6 @@ GET_MODEL_METADATA = "/tensorflow.serving.PredictionService/GetModelMetadata"
 GET_MODEL_STATUS = "/tensorflow.serving.ModelService/GetModelStatus"
 BY_ROW = "by_row"
 """In the metadata, behind the name of an output: each of its rows depends on the same row of the inputs alone."""
-RELOAD_CONFIG = "/tensorflow.serving.ModelService/HandleReloadConfigRequest"
 
 
 @dataclass(slots=True)

@@ -96,7 +96,7 @@ def quantize(values: Tensor, bins: int = 4, range_sigmas: float = 6) -> tuple[Te
     v = values.detach().to(torch.float32)
     n, offset = v.numel(), bins // 2
     if n == 0:
-        raise ConfigError("quantize: there are no values")
+        raise ConfigError("quantize: values must have at least one element, got none")
     shift = v.mean()
     z = v - shift
     std = torch.linalg.vector_norm(z) / math.sqrt(n - 1) if n > 1 else z.new_tensor(math.nan)

@@ -148,7 +148,9 @@ class GradientSpec:
         object.__setattr__(self, "params", tuple(self.params))
         object.__setattr__(self, "index", {p.name: i for i, p in enumerate(self.params)})
         if len(self.index) != len(self.params):
-            raise ConfigError("GradientSpec: two parameters have the same name")
+            names = [p.name for p in self.params]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"GradientSpec: names of parameters must be unique, got {twice!r} twice")
 
     @classmethod
     def from_model(

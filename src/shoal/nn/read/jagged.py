@@ -37,7 +37,9 @@ def as_jagged(ids: Any, offsets: Any = None, weights: Any = None) -> Jagged:
     """One feature's ids in any of the forms that the modules take; offsets are checked where they are used."""
     if type(ids) is tuple and ids and isinstance(ids[0], Tensor) and len(ids) in (2, 3) and ids[0].dim() == 1:
         if offsets is not None or (weights is not None and len(ids) == 3):
-            raise ConfigError("ids came as a tuple (values, offsets[, weights]) and with separate ones, too")
+            raise ConfigError(
+                "offsets and weights must come once: in the tuple (values, offsets[, weights]) or separately, got both"
+            )
         ids, offsets, *rest = ids
         weights = rest[0] if rest else weights
     if type(ids) is Tensor and ids.dtype is torch.int64 and weights is None and not ids.is_nested:  # the usual cases
@@ -81,7 +83,8 @@ def as_parts(ids: Mapping[Any, Any], weights: Any = None) -> list[Jagged]:
         raise ConfigError(f"all keys must have the same number of bags, got {dict(zip(ids, sizes, strict=True))}")
     weighted = [part.weights is not None for part in parts]
     if any(weighted) and not all(weighted):
-        raise ConfigError("either every key has weights or none has")
+        without = [key for key, has in zip(ids, weighted, strict=True) if not has]
+        raise ConfigError(f"every key must have weights, or none: those of {without} are missing")
     return parts
 
 
@@ -226,8 +229,8 @@ def _from_lists(ids: Any, offsets: Any, weights: Any) -> tuple[Any, Any, Any]:
         raise ConfigError(f"ids must be integers: {error}") from None
     lengths = torch.tensor([0, *(len(row) for row in ids)], device="cpu")
     if weights is not None and not isinstance(weights, Tensor):
-        if [len(row) for row in weights] != lengths[1:].tolist():
-            raise ConfigError("weights came as lists whose lengths are not those of the ids")
+        if (given := [len(row) for row in weights]) != lengths[1:].tolist():
+            raise ConfigError(f"lists of weights must be as long as those of ids, {lengths[1:].tolist()}, got {given}")
         weights = torch.tensor([float(value) for row in weights for value in row], device="cpu")
     return torch.tensor(flat, dtype=torch.int64, device="cpu"), lengths.cumsum(0), weights
 

@@ -227,7 +227,7 @@ def _counts(call: Call, sizes: list[int], offsets: Tensor | None, bags: int, wei
     if sizes or offsets is None:
         return _known_counts(*sizes)
     if not bags:
-        raise ConfigError("ids by key without bags need to say how many ids each key has")
+        raise ConfigError("ids by key without bags must come with sizes, how many ids each key has")
     return offsets if traits.counts_bags else offsets[::bags].diff()
 
 
@@ -276,7 +276,7 @@ class _Read(torch.autograd.Function):
     root, by which it ends in the thread that began."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, root: Tensor, request: Request) -> Any:  # pyrefly: ignore[bad-override]
+    def forward(ctx: Any, anchor: Tensor, root: Tensor | None, request: Request) -> Any:  # pyrefly: ignore[bad-override]
         outputs, founds, marks = _read(request, True)
         ctx.plan, ctx.number = request.plan, next(numbers)
         ctx.pooled, ctx.weighted = bool(request.offsets), bool(request.weights)

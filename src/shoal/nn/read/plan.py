@@ -89,6 +89,9 @@ class Plan:
         self.marked = any(call.marked for call in calls)
         self.sequences = len({place.length for place in places}) == 1 and places[0].length > 0
         """Whether every feature is a sequence of as many rows."""
+        alike = self.sequences and len({place.width for place in places}) == 1
+        self.sequence = (places[0].length, places[0].width // places[0].length) if alike else None
+        """Rows and columns of each of them, where all have the same."""
         self.whole = len(calls) == 1 and calls[0].places == list(range(len(places)))
         """Whether the batch is the input of the one call as it is."""
         shares = {call.group.traits.shares for call in calls}
@@ -96,9 +99,9 @@ class Plan:
         """Whether the calls share their exchanges between ranks."""
         self.device: torch.device = calls[0].device if calls else torch.device("cpu")
         self.anchor, self.tape = _marks(self.device)
-        self.root = _marks(torch.device("cpu"))[0]
-        """An anchor in host memory: by it backward mostly ends, and updates, in the thread that began it, whatever
-        device's thread the gradients come from."""
+        self.root = None if self.device.type == "cpu" else _marks(torch.device("cpu"))[0]
+        """An anchor in host memory, where the other is not: by it backward mostly ends, and updates, in the thread that
+        began it, whatever device's thread the gradients come from."""
         self.handle = next(_handles)
         self.opaque: dict[int, tuple[Any, ...]] = {}
         """What `Found.where` and ``came`` of each call look like, for compiled graphs, which see bytes."""

@@ -234,5 +234,8 @@ def fused_reorder_by_indices(
     if sum(length * dim for length, dim in zip(lengths, dim_sizes, strict=True)) > _FLOATS:
         total = int(floats[-1]) if mixed else kept * dim_sizes[0]
         if total > _FLOATS:
-            raise ConfigError("fused_reorder_by_indices: the embeddings are more than 2^31 - 1 floats wide in all")
+            raise ConfigError(
+                "fused_reorder_by_indices: the embeddings must have at most 2^31 - 1 floats in all; spread the tables "
+                "over more calls"
+            )
     return output[:kept], shard_sizes, slot_sizes, given, offsets

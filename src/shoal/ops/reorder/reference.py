@@ -45,7 +45,10 @@ def fused_reorder_by_indices(
     order = slot.argsort(stable=True)
     widths = torch.tensor(dim_sizes, dtype=torch.int64, device=order.device)[table[order]]
     if int(widths.sum()) > 2**31 - 1:
-        raise ConfigError("fused_reorder_by_indices: the embeddings are more than 2^31 - 1 floats wide in all")
+        raise ConfigError(
+            "fused_reorder_by_indices: the embeddings must have at most 2^31 - 1 floats in all; spread the tables over "
+            "more calls"
+        )
     offset = torch.empty_like(order)
     offset[order] = widths.cumsum(0) - widths
     slot_sizes = torch.bincount(slot, minlength=num_of_shards * tables)

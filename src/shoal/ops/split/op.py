@@ -109,7 +109,8 @@ def _split_fake(indices: Tensor, tensor: Tensor, num_splits: int) -> list[Tensor
 def _check_unsplit(indices: Tensor, grads: list[Tensor]) -> None:
     _check_indices("split_by_indices", indices, sum(g.shape[0] for g in grads), "gradient rows", len(grads))
     if any(g.shape[1:] != grads[0].shape[1:] or g.dtype != grads[0].dtype for g in grads):
-        raise ConfigError("split_by_indices: the parts' gradients differ in row shape or dtype")
+        told = ", ".join(f"{g.dtype} {list(g.shape)}" for g in grads)
+        raise ConfigError(f"split_by_indices: the parts' gradients must have one row shape and dtype, got {told}")
 
 
 def _unsplit_cpu(indices: Tensor, grads: list[Tensor]) -> Tensor:

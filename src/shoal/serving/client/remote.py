@@ -139,11 +139,11 @@ def remote_predict(
     Raises:
         StatusError: with the gRPC code of a failed call; UNAVAILABLE (14) when the table has no address.
     """
-    return remote_predict_with_status(
+    return RemotePredict(
         input_tensor_alias, input_tensors, output_tensor_alias, model_name, task, old_model_name, model_version,
         fail_op_on_rpc_error, max_rpc_deadline_millis, output_types, name, signature_name, retries=retries,
         one_version=one_version,
-    )[2]  # fmt: skip
+    ).result()[2]  # fmt: skip
 
 
 def remote_predict_with_status(

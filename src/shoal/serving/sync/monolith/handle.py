@@ -52,7 +52,13 @@ class SyncClientHandle:
         self.answers = Answers(ClientConfig(), Layout("", (), ()))
         """Of the round that runs."""
         self._exported: Stamp | None = None  # of the last full export, where new targets catch up
-        self._begin()
+        self._source = TouchedSource(self)
+        self._publisher = Publisher(
+            self._source, lambda: self.manager.targets, model="", connect=lambda address: PlainTarget(address, self),
+            history=CAPACITY + 1, timeout_s=ROUND_BUDGET_SECS, backlog_rows=1 << 62,
+            forgot=lambda ids: emit_counter("touched_key_set_dropped", ids, f"name={self.name}"),
+        )  # fmt: skip
+        self._publisher.forget(_NEWEST)
         self._tables: list[_Attached] = []
         self._numbers: dict[str, int] = {}
         self._multi: str | None = None
@@ -66,16 +72,6 @@ class SyncClientHandle:
 
     def __repr__(self) -> str:
         return f"SyncClientHandle({self.name!r})"
-
-    def _begin(self) -> None:
-        self._source = TouchedSource(self)
-        self._publisher = Publisher(
-            self._source, lambda: self.manager.targets, model="", connect=lambda address: PlainTarget(address, self),
-            history=CAPACITY + 1, timeout_s=ROUND_BUDGET_SECS, backlog_rows=1 << 62,
-            forgot=lambda ids: emit_counter("touched_key_set_dropped", ids, f"name={self.name}"),
-        )  # fmt: skip
-        self._exported = None if self._exported is None else self._source.stamp
-        self._publisher.forget(self._exported or _NEWEST)
 
     # --- tables -----------------------------------------------------------------------------------------------------
 
@@ -139,14 +135,6 @@ class SyncClientHandle:
     def lookup(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """The current rows of an attached table."""
         return self._tables[self._numbers[name]].lookup(ids)
-
-    def detach_all(self) -> None:
-        """Forgets every table and what they touched; for processes that build their tables anew."""
-        with self._round, self._lock:
-            self._tables, self._numbers, self._multi = [], {}, None
-            self.touched.steal()
-            self._publisher.close()
-            self._begin()
 
     # --- catching up ------------------------------------------------------------------------------------------------
 
