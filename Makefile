@@ -16,7 +16,7 @@ help: ## show this list
 $(BIN)/python:
 	sh scripts/environment.sh $(VENV) $(PYTHON) "$(TORCH)" numpy
 
-SOURCES := $(shell git ls-files -co --exclude-standard csrc src cmake CMakeLists.txt pyproject.toml 2>/dev/null)
+SOURCES := $(wildcard $(shell git ls-files -co --exclude-standard csrc src cmake CMakeLists.txt pyproject.toml 2>/dev/null))
 SOURCES := $(or $(SOURCES),$(shell find csrc src cmake CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -name '*.pyc'))
 $(VENV)/.installed: $(BIN)/python $(SOURCES)
 	sh scripts/environment.sh $(VENV) $(PYTHON) "$(TORCH)" numpy ".[dev]"
