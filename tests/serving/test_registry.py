@@ -356,3 +356,20 @@ def test_a_killed_and_restarted_zookeeper_keeps_sessions_and_watches(zookeeper, 
             client.stop()
             client.close()
         own.kill()
+
+
+def test_a_directory_that_is_away_is_told_once_and_again_when_it_is_back(tmp_path, caplog):
+    registry = DirectoryRegistry(tmp_path / "registry", session_timeout=0.04, poll_interval=0.01)
+    beats, real = [], registry._beat
+    registry._beat = lambda: (beats.append(1), real())
+    registry.start()
+    try:
+        (tmp_path / "registry").rename(tmp_path / "away")
+        eventually(lambda: "could not be polled" in caplog.text)
+        more = len(beats) + 5
+        eventually(lambda: len(beats) > more)
+        assert caplog.text.count("could not be polled") == 1
+        (tmp_path / "away").rename(tmp_path / "registry")
+        eventually(lambda: "can be polled again" in caplog.text)
+    finally:
+        registry.stop()

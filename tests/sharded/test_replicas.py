@@ -386,6 +386,7 @@ def test_a_damaged_directory_is_kept_where_nobody_else_has_the_rows(group, tmp_p
     with pytest.raises(DataError, match="damaged although it had been on the disk"):
         group("a")
     assert not list((tmp_path / "a").glob("superseded-*"))
+    assert not [thread for thread in threading.enumerate() if thread.name == "shoal-directory"]  # it has left the group
 
 
 def test_a_follower_whose_disk_is_full_waits_for_room(group, monkeypatch):

@@ -280,8 +280,6 @@ def _serve_once(options: Serve, stop: Any, ports: tuple[int, int] | None) -> tup
     try:
         server.start()
     except StartAgain:  # it has said why
-        if replication is not None:
-            replication.board.close()
         publishing.close()
         return None, ports
     if publishing.settings is not None and replication is None:

@@ -161,10 +161,10 @@ class DirectoryRegistry:
             watch.live = watch.func(watch.seen[0] if watch.seen is not None else None, event) is not False
 
     def _poll(self, stop: threading.Event) -> None:
-        beat = 0.0
+        beat, failing = 0.0, False
         while not stop.wait(self.poll_interval):
             try:
-                if time.monotonic() - beat > self.session_timeout / 4:
+                if due := time.monotonic() - beat > self.session_timeout / 4:
                     beat = time.monotonic()
                     self._beat()
                 with self._mutex:
@@ -174,8 +174,13 @@ class DirectoryRegistry:
                         self._check_watch(watch)
                 with self._mutex:
                     self._watches = [watch for watch in self._watches if watch.live]
+                if failing and due:
+                    failing = False
+                    log.warning("the registry in %s can be polled again", self.root)
             except Exception:
-                log.exception("the registry in %s could not be polled", self.root)
+                if not failing:  # once, not at every poll
+                    failing = True
+                    log.exception("the registry in %s could not be polled", self.root)
 
     def _check_watch(self, watch: _Watch) -> None:
         now = self._look(watch)

@@ -461,6 +461,10 @@ class Replication:
 
     def close(self) -> None:
         self.feed.end()
+        self.leave()
+
+    def leave(self) -> None:
+        """Ends this server's membership, also where it could not start."""
         with contextlib.suppress(Exception):
             self.board.close()
 

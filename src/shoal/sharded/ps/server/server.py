@@ -130,6 +130,8 @@ class ParameterServer:
                 self._join_group(self.replication)
             self._bind_sockets()
         except BaseException:
+            if self.replication is not None:
+                self.replication.leave()
             self._context.term()
             engine.close()
             raise
