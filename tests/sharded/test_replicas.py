@@ -246,7 +246,7 @@ def test_a_leader_without_contact_to_the_registry_answers_no_read(group, monkeyp
     with PsClient([leader.address], deadline=LONG) as client:
         table = table_of(client)
         table.assign(T([1]), torch.ones(1, 2))
-        monkeypatch.setattr(leader.replication.board, "in_contact", lambda: False)
+        monkeypatch.setattr(leader.replication, "in_contact", lambda: False)
         client.deadline = timedelta(seconds=0.5)
         for ids in (T([1]), torch.arange(100_000)):  # a small read is answered in another place than a large one
             with pytest.raises(DeadlineError, match="lost contact with the registry"):
@@ -306,18 +306,44 @@ def test_a_follower_hears_from_the_leader_that_it_leads_now(group, monkeypatch):
         eventually(lambda: client.info()[0]["group"]["role"] == "leader")
 
 
-def test_a_leader_without_the_registry_answers_no_reads(group, monkeypatch):
+def test_a_leader_that_joins_again_answers_no_read_before_it_knows_who_leads(group, monkeypatch):
     leader = group("a")
     eventually(lambda: leader.leads)
-    with PsClient([leader.address], deadline=timedelta(seconds=WITHIN_S)) as client:
-        table = table_of(client)
-        table.apply_gradients(T([1]), torch.ones(1, 2), 0)
-        assert table.lookup(T([1])).tolist() == [[-1, -1]]
-        monkeypatch.setattr(leader.replication.board, "in_contact", lambda: False)
-        with pytest.raises(DeadlineError, match="lost contact with the registry"):  # another one may lead and know more
-            client.read({0: Request(Op.LOOKUP, counts=(1,), names=("t",), ids=T([1]))}, timedelta(seconds=1))
-        monkeypatch.undo()
-        assert table.lookup(T([1])).tolist() == [[-1, -1]]
+    follower = group("b")
+    in_sync(leader, follower)
+    with PsClient([leader.address], deadline=LONG) as client:
+        table_of(client).apply_gradients(T([1]), torch.ones(1, 2), 0)
+    board, looked, may_look = leader.replication.board, threading.Event(), threading.Event()
+
+    def away(*_):
+        raise ConnectionError("the registry is away")
+
+    def read():
+        looked.set()
+        assert may_look.wait(WITHIN_S)
+        return RegistryBoard.read(board)
+
+    monkeypatch.setattr(board, "join", away)
+    board._registry.expire_session()
+    eventually(lambda: follower.leads)
+    with PsClient([follower.address], deadline=LONG) as client:
+        table_of(client).apply_gradients(T([1]), torch.ones(1, 2), 1)
+    monkeypatch.setattr(board, "read", read)
+    monkeypatch.delattr(board, "join")
+    try:
+        assert looked.wait(WITHIN_S)  # it has joined, and not read the state yet
+        eventually(lambda: not leader.replication.may_answer())
+        asked = {0: Request(Op.LOOKUP, counts=(1,), names=("t",), ids=T([1]))}
+        with (
+            PsClient([leader.address], deadline=LONG) as client,
+            pytest.raises(DeadlineError, match="lost contact with the registry"),
+        ):
+            client.read(asked, timedelta(seconds=1))
+    finally:
+        may_look.set()
+    monkeypatch.undo()
+    in_sync(follower, leader)
+    assert leader.rows(T([1])).tolist() == [[-2, -2]]
 
 
 def test_a_log_that_nobody_acknowledged_is_set_aside(group, tmp_path):

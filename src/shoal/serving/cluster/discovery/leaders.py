@@ -29,7 +29,6 @@ class RegistryBoard:
         self._registry, self._root = registry, _path(group, shard)
         self._lease_s = session_timeout / 2
         self._joined: tuple[str, str] | None = None
-        self._contact = float("-inf")
         self._mutex = threading.Lock()
         registry.listen(self._on_state)
         registry.start()
@@ -38,15 +37,13 @@ class RegistryBoard:
         if state == KazooState.LOST:
             self._joined = None
 
-    def join(self, member: str, address: str) -> None:
+    def join(self, member: str, address: str) -> float:
         path = f"{self._root}/members/{member}"
-        begin = time.monotonic()
         there = self._registry.get(path)
-        if self._joined == (member, address) and there is not None:
-            self._contact = begin
-            return
-        self._registry.put(path, address.encode(), ephemeral=True)
-        self._joined, self._contact = (member, address), begin
+        if self._joined != (member, address) or there is None:
+            self._registry.put(path, address.encode(), ephemeral=True)
+            self._joined = member, address
+        return self._lease_s
 
     def members(self) -> dict[str, str]:
         path = f"{self._root}/members"
@@ -61,8 +58,8 @@ class RegistryBoard:
         with self._mutex:
             return self._registry.swap(f"{self._root}/state", before.encode() if before else None, after.encode())
 
-    def in_contact(self) -> bool:
-        return self._joined is not None and time.monotonic() - self._contact < self._lease_s
+    def is_member(self) -> bool:
+        return self._joined is not None
 
     def close(self) -> None:
         joined, self._joined = self._joined, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
@@ -36,8 +37,13 @@ class ShardState:
 class Board(Protocol):
     """What a server needs of a registry. Any method may raise while the registry cannot be reached."""
 
-    def join(self, member: str, address: str) -> None:
-        """Shows this server until its session ends; again after a session was lost."""
+    def join(self, member: str, address: str) -> float:
+        """Shows this server until its session ends, again after a session was lost.
+
+        Returns:
+            For how many seconds from the beginning of this call the session cannot end, so that nobody else can lead.
+        """
+        ...
 
     def members(self) -> dict[str, str]:
         """The servers that are there, with their addresses."""
@@ -51,8 +57,8 @@ class Board(Protocol):
         """Writes a state in place of ``before``; False where it is another one meanwhile."""
         ...
 
-    def in_contact(self) -> bool:
-        """Whether the registry has answered so recently that this server's session cannot have ended."""
+    def is_member(self) -> bool:
+        """Whether the session of the last `join` has not ended, as far as is known here."""
         ...
 
     def close(self) -> None: ...
@@ -100,8 +106,9 @@ class LoneBoard:
         self._state = ShardState(term=term, leader=name, in_sync=(name,))
         self._members: dict[str, str] = {}
 
-    def join(self, member: str, address: str) -> None:
+    def join(self, member: str, address: str) -> float:
         self._members[member] = address
+        return math.inf
 
     def members(self) -> dict[str, str]:
         return dict(self._members)
@@ -115,7 +122,7 @@ class LoneBoard:
         self._state = after
         return True
 
-    def in_contact(self) -> bool:
+    def is_member(self) -> bool:
         return True
 
     def close(self) -> None:
@@ -131,8 +138,8 @@ class FollowingBoard:
     def __init__(self, address: str) -> None:
         self._address = address
 
-    def join(self, member: str, address: str) -> None:
-        pass
+    def join(self, member: str, address: str) -> float:
+        return math.inf
 
     def members(self) -> dict[str, str]:
         return {"the leader": self._address}
@@ -143,7 +150,7 @@ class FollowingBoard:
     def change(self, before: ShardState | None, after: ShardState) -> bool:
         return False
 
-    def in_contact(self) -> bool:
+    def is_member(self) -> bool:
         return True
 
     def close(self) -> None:

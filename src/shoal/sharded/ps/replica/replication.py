@@ -86,6 +86,10 @@ class Replication:
         self._follower_timeout_s = follower_timeout.total_seconds()
         self._fresh_at = 0.0  # when this follower last had all that its leader had
         self._handing_over = False
+        self._contact_until = 0.0
+        """Until when nobody else can lead, as of a look into the registry that found this server in its role."""
+        self._deciding = threading.Lock()
+        """Held from a look into the registry to what follows from it."""
         self._look_now = threading.Event()
         """The registry has changed, as far as is known here."""
         self._waits = ""
@@ -147,7 +151,11 @@ class Replication:
 
     def may_answer(self) -> bool:
         """Whether a write may be acknowledged, and a read answered: this server leads, and nobody else can by now."""
-        return self.role is Role.LEADER and not self.rebuild and self.board.in_contact()
+        return self.role is Role.LEADER and not self.rebuild and self.in_contact()
+
+    def in_contact(self) -> bool:
+        """Whether the registry has confirmed this server's role so recently that nobody else can lead."""
+        return time.monotonic() < self._contact_until and self.board.is_member()
 
     def refusal(self, request: Request) -> Reply | None:
         """The answer to a request that this server must not serve now, or need not."""
@@ -157,7 +165,7 @@ class Replication:
         if self.role is Role.LEADER and not self.rebuild:
             if self._handing_over and (request.op.writes or request.op == Op.CHECKPOINT):
                 return error_reply(request.request, Status.UNAVAILABLE, f"shard {shard} is being handed over")
-            if request.op != Op.CHECKPOINT and not self.board.in_contact():  # reads could miss what others acknowledged
+            if request.op != Op.CHECKPOINT and not self.in_contact():  # reads could miss what others acknowledged
                 text = f"shard {shard}: this server has lost contact with the registry, and another one may lead"
                 return Reply(Status.NOT_LEADER, request.request, 0, [text.encode(), b""])
             return None
@@ -203,7 +211,7 @@ class Replication:
         return {
             "leads": int(self.may_answer()),
             "term": self.term,
-            "registry_contact": int(self.board.in_contact()),
+            "registry_contact": int(self.in_contact()),
             "followers_in_sync": max(0, len(self._state.in_sync) - 1) if leads and self._state is not None else 0,
             "follower_lag_records": max(lags.values(), default=0),
             "follower_lag_seconds": min(self.lag_s(), 1e9),
@@ -228,16 +236,20 @@ class Replication:
         away = False
         while not stopped.is_set() and not self.rebuild:
             try:
-                self.board.join(self.name, address)
-                state, members = self.board.read(), self.board.members()
-                if away:
-                    log.warning("shard %d: the registry answers again", self._engine.shard.index)
-                away = False
-                self._state = state
-                if self.role is Role.LEADER:
-                    self._keep_leading(state)
-                else:
-                    self._keep_following(state, members)
+                with self._deciding:
+                    begin = time.monotonic()
+                    lease_s = self.board.join(self.name, address)
+                    state, members = self.board.read(), self.board.members()
+                    if away:
+                        log.warning("shard %d: the registry answers again", self._engine.shard.index)
+                    away = False
+                    self._state = state
+                    if self.role is Role.LEADER:
+                        self._keep_leading(state)
+                    else:
+                        self._keep_following(state, members)
+                    if not self.rebuild:  # only now: after a lost session another server may lead
+                        self._contact_until = begin + lease_s
             except ShoalError as error:
                 log.error("%s", error)
             except Exception as error:  # whatever a registry's client raises while it is away
@@ -447,12 +459,15 @@ class Replication:
                 for name in others:
                     known = self.feed.followers.get(name)
                     if known is not None and known.after >= last and not self.feed.waiting:
-                        if self.board.change(state, handed_over(state, name)):
-                            self.feed.hand_over(name)
-                            self.leader = self.board.members().get(name, "")
-                            self._step_down(f"handed over to {name}")
-                            return name
-                        state = self.board.read() or state
+                        with self._deciding:
+                            self._contact_until = 0.0  # from here on the other one may lead
+                            if self.board.change(state, handed_over(state, name)):
+                                self.feed.hand_over(name)
+                                self.leader = self.board.members().get(name, "")
+                                self._step_down(f"handed over to {name}")
+                                return name
+                            state = self.board.read() or state
+                        self._look_now.set()
                 time.sleep(0.005)
         finally:
             if not self.rebuild:
@@ -461,6 +476,7 @@ class Replication:
 
     def close(self) -> None:
         self.feed.end()
+        self._look_now.set()
         self.leave()
 
     def leave(self) -> None:
