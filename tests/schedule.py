@@ -13,7 +13,6 @@ FIRST = (
     "tests/observe/test_ports.py", "tests/nn/test_dcp.py", "tests/serving/test_compiled_nets.py",
     "tests/serving/test_client.py", "tests/serving/test_device.py", "tests/serving/test_native_nets.py",
     "tests/trainer/test_elastic.py", "tests/up/test_ray.py", "tests/up/test_up_streams.py", "tests/docs/test_live.py",
-    "tests/docs/test_site.py",
     "tests/examples/test_movielens.py", "tests/examples/test_ray_train.py", "tests/trainer/test_gpu.py",
     "tests/sharded/test_gpu_ways.py", "tests/observe/test_tracing.py", "tests/docs/test_design.py",
     "tests/ops/test_cuda_kernels.py",

@@ -12,6 +12,10 @@ from shoal.serving.cluster.zookeeper import KazooState
 from shoal.sharded.ps.replica.board import ShardState
 
 
+LEASE_S = 5.0
+"""How long contact lasts at most: a ZooKeeper may give shorter sessions than were asked for, and does not say so."""
+
+
 def _path(group: str, shard: int) -> str:
     return f"/shoal/ps/{group}/shard-{shard:05d}"
 
@@ -22,12 +26,12 @@ class RegistryBoard:
     Args:
         registry: not started; this starts it, and `close` stops it.
         group: the name that the servers of one model share.
-        session_timeout: of the registry's session, in seconds. Contact counts as lost after half of it.
+        session_timeout: of the registry's session, in seconds. Contact counts as lost after half of it, or 5 s.
     """
 
     def __init__(self, registry: Registry, group: str, shard: int, session_timeout: float) -> None:
         self._registry, self._root = registry, _path(group, shard)
-        self._lease_s = session_timeout / 2
+        self._lease_s = min(session_timeout / 2, LEASE_S)
         self._joined: tuple[str, str] | None = None
         self._mutex = threading.Lock()
         registry.listen(self._on_state)
