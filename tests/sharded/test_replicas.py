@@ -22,6 +22,7 @@ from shoal.serving.cluster.discovery.leaders import RegistryBoard, group_address
 from shoal.sharded import Engine, ParameterServer, PsClient, Shard, ps_table
 from shoal.sharded.ps.protocol import Op, Request
 from shoal.sharded.ps.replica import replication as replication_module
+from shoal.sharded.ps.replica import transfer
 from shoal.sharded.ps.replica.board import FollowingBoard, LoneBoard, ShardState, claim, handed_over, joined, without
 from shoal.sharded.ps.replica.feed import Follower
 from shoal.sharded.ps.replica.log_reader import LogReader, RecordsGone, records
@@ -459,6 +460,26 @@ def test_a_server_with_an_empty_disk_takes_the_leaders_checkpoint(group, tmp_pat
         table.apply_gradients(T([5]), torch.ones(1, 2), 2)
         client.restore("t", "run-best")
         eventually(lambda: follower.rows(T([5])).tolist() == [[-4, -4]])
+
+
+def test_a_server_with_an_empty_disk_replays_no_long_log(group, tmp_path, monkeypatch):
+    monkeypatch.setattr(transfer, "MANY", 5)
+    leader = group("a")
+    eventually(lambda: leader.leads)
+    with PsClient([leader.address], deadline=LONG) as client:
+        table = table_of(client)
+        for step in range(10):
+            table.apply_gradients(T([1]), torch.ones(1, 2), step)
+        follower = group("b")
+        in_sync(leader, follower)
+        (first,) = (tmp_path / "b").glob("checkpoint-*")
+        for step in range(10):
+            table.apply_gradients(T([1]), torch.ones(1, 2), step)
+        third = group("c")  # the leader's checkpoint is far behind by now
+        in_sync(leader, follower, third)
+        (second,) = (tmp_path / "c").glob("checkpoint-*")
+    assert second.name > first.name
+    assert third.rows(T([1])).tolist() == follower.rows(T([1])).tolist() == [[-20, -20]]
 
 
 def test_a_hand_over_is_not_noticed_by_a_worker(group):

@@ -108,10 +108,10 @@ class Replication:
             return
         peer = Peer(context, members[state.leader], self._keys)
         try:
-            head, _ = self._follow(peer, transfer.last_record(directory), 0.0)
-            if head["problem"]:
-                why = f"this server cannot continue its own log: {head['problem']}"
-                transfer.set_aside(directory, why)
+            last = transfer.last_record(directory)
+            head, _ = self._follow(peer, last, 0.0)
+            if head["problem"] or (not last and head["last"] > transfer.MANY):
+                transfer.set_aside(directory, f"this server cannot continue its own log: {head['problem']}")
                 number = transfer.take(directory, peer, progress=_progress(members[state.leader]))
                 log.info("took the checkpoint of record %d from %s", number, members[state.leader])
             self._use_terms(head)
@@ -226,7 +226,7 @@ class Replication:
         if self.role is not Role.LEADER:
             raise DataError(f"{self.name} does not lead; ask the leader")
         wish = json.loads(bytes(request.values) or b"{}")
-        return transfer.give(self.directory, wish, lambda: self._writes.checkpoint(APPLY_S))
+        return transfer.give(self.directory, wish, self._last(), lambda: self._writes.checkpoint(APPLY_S))
 
     # --- the threads ------------------------------------------------------------------------------------------------
 

@@ -22,19 +22,21 @@ from shoal.sharded.ps.server.log import log_files, replay
 log = logging.getLogger("shoal.ps")
 
 CHUNK_BYTES = 8 << 20
+MANY = 20_000
+"""A server with an empty disk takes a checkpoint, and a new one, rather than replay more records than this."""
 ANSWER_S = 60.0
 _FOLDER = re.compile(r"(checkpoint-\d{16,}|kept-[A-Za-z0-9_]+-[A-Za-z0-9_]+)")
 _FILE = re.compile(r"[A-Za-z0-9_.\-]+")
 
 
-def give(directory: Path, wish: dict[str, Any], checkpoint: Callable[[], str]) -> list[Any]:
+def give(directory: Path, wish: dict[str, Any], last: int, checkpoint: Callable[[], str]) -> list[Any]:
     """The answer to FETCH: ``{}`` asks which files there are, ``{"file", "offset"}`` for a part of one.
 
-    ``checkpoint`` takes one where there is none yet.
+    ``checkpoint`` takes one where the newest is far from ``last``, the last record, or there is none yet.
     """
     if not wish:
         whole = series(directory).whole()
-        if not whole:
+        if not whole or last - whole[-1].number > MANY:
             checkpoint()
             whole = series(directory).whole()
         folders = [Path(whole[-1].path), *sorted(path for path in directory.glob("kept-*") if path.is_dir())]
