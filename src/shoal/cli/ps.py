@@ -223,6 +223,8 @@ def main(argv: list[str]) -> int:
 
 
 def serve(options: Serve) -> int:
+    from shoal.sharded.ps.server.engine import FULL, ROOM_EVERY_S
+
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     if options.clients is not None and options.keys is None:
         raise UsageError("--clients says whose keys may connect, so it needs the server's own: give --keys")
@@ -233,7 +235,14 @@ def serve(options: Serve) -> int:
     with stop_event() as stop:
         code, ports = None, None
         while code is None:  # a server that has to lead no more, or cannot follow as it is, starts again as a follower
-            code, ports = _serve_once(options, stop, ports)
+            try:
+                code, ports = _serve_once(options, stop, ports)
+            except OSError as error:
+                if ports is None or error.errno not in FULL:
+                    raise
+                text = "shard %d must start again, as a follower, and waits for room on its disk: %s"
+                logging.getLogger("shoal.ps").error(text, options.shard, error)
+                code = 0 if stop.wait(ROOM_EVERY_S) else None
     return code
 
 

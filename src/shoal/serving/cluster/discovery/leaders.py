@@ -11,7 +11,6 @@ from shoal.serving.cluster.registry import Registry, open_registry
 from shoal.serving.cluster.zookeeper import KazooState
 from shoal.sharded.ps.replica.board import ShardState
 
-
 LEASE_S = 5.0
 """How long contact lasts at most: a ZooKeeper may give shorter sessions than were asked for, and does not say so."""
 
