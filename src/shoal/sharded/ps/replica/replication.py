@@ -110,8 +110,11 @@ class Replication:
         try:
             last = transfer.last_record(directory)
             head, _ = self._follow(peer, last, 0.0)
-            if head["problem"] or (not last and head["last"] > transfer.MANY):
-                transfer.set_aside(directory, f"this server cannot continue its own log: {head['problem']}")
+            why = head["problem"]
+            if not why and not last and head["last"] > transfer.MANY:
+                why = f"it is empty, and the leader's has {head['last']} records"
+            if why:
+                transfer.set_aside(directory, f"this server cannot continue its own log: {why}")
                 number = transfer.take(directory, peer, progress=_progress(members[state.leader]))
                 log.info("took the checkpoint of record %d from %s", number, members[state.leader])
             self._use_terms(head)

@@ -32,7 +32,7 @@ _FILE = re.compile(r"[A-Za-z0-9_.\-]+")
 def give(directory: Path, wish: dict[str, Any], last: int, checkpoint: Callable[[], str]) -> list[Any]:
     """The answer to FETCH: ``{}`` asks which files there are, ``{"file", "offset"}`` for a part of one.
 
-    ``checkpoint`` takes one where the newest is far from ``last``, the last record, or there is none yet.
+    ``checkpoint`` is called where there is no checkpoint, or the newest is more than `MANY` records before ``last``.
     """
     if not wish:
         whole = series(directory).whole()
