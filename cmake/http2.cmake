@@ -1,5 +1,5 @@
-# SHOAL_HTTP2 and the target shoal_http2: nghttp2, linked statically where that works, so that the extension needs no
-# library at run time; OpenSSL's headers alone, since its library is looked for at run time.
+# Sets SHOAL_HTTP2 and the target shoal_http2: nghttp2, linked statically if possible, so that the extension needs no
+# library at run time, and OpenSSL's headers only, since its library is loaded at run time.
 find_path(NGHTTP2_INCLUDE_DIR nghttp2/nghttp2.h)
 find_library(NGHTTP2_STATIC libnghttp2.a)
 find_library(NGHTTP2_SHARED nghttp2)
@@ -8,8 +8,8 @@ set(SHOAL_HTTP2 OFF)
 if(NGHTTP2_INCLUDE_DIR AND (NGHTTP2_STATIC OR NGHTTP2_SHARED) AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
   set(SHOAL_HTTP2 ON)
   set(http2_library ${NGHTTP2_SHARED})
-  # Distributions build the archive for programs, not for shared objects. All that stands in the way is its one use of
-  # stderr, in a function for debugging: it gets a name of ours.
+  # Distributions build the archive for programs, not for shared objects. Only its use of stderr, in a function for
+  # debugging, prevents linking it into one, so that symbol is renamed.
   if(NGHTTP2_STATIC AND CMAKE_OBJCOPY)
     set(archive ${CMAKE_BINARY_DIR}/libshoal_nghttp2.a)
     execute_process(COMMAND ${CMAKE_OBJCOPY} --redefine-sym stderr=shoal_http2_stderr ${NGHTTP2_STATIC} ${archive}
@@ -48,5 +48,5 @@ if(SHOAL_HTTP2)
   endif()
   message(STATUS "native front end: nghttp2 from ${http2_library}, TLS headers: ${OPENSSL_HEADERS}")
 else()
-  message(STATUS "native front end: left out, since nghttp2 was not found")
+  message(STATUS "native front end: not built, since nghttp2 was not found")
 endif()

@@ -1,10 +1,12 @@
-// What the binding files share. Tensors arrive as addresses and sizes; Python has checked dtype, device and shape.
+// Helpers of the binding files. Tensors arrive as addresses and sizes; Python has checked dtype, device and shape.
 #pragma once
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
 #include <stdexcept>
+#include <string_view>
 #include <type_traits>
+#include <vector>
 
 namespace shoal::bind {
 
@@ -15,15 +17,15 @@ T* ptr(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// The same of `n` elements. What holds no numbers, as the fake tensors of a tracing compiler, lies at address 0.
+// The same for `n` elements. Tensors without memory, such as the fake ones of a tracing compiler, have address 0.
 template <class T>
 T* ptr(uintptr_t address, int64_t n) {
   if (address == 0 && n > 0)
-    throw std::invalid_argument("a tensor without memory, such as a fake one, holds no numbers");
+    throw std::invalid_argument("a tensor without memory (a fake or meta tensor) cannot be read or written");
   return ptr<T>(address);
 }
 
-// A function, or a method, as Python calls it: its pointers come as addresses, its choices as numbers.
+// Wraps a function or method for Python, which passes pointers as addresses and enumerators as numbers.
 template <class T>
 struct Given {
   using Type = T;
@@ -61,12 +63,21 @@ constexpr auto raw = &Raw<decltype(function), function>::call;
 
 using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
+// Views of a list of bytes objects, which the list keeps alive.
+inline std::vector<std::string_view> views_of(const nb::list& messages) {
+  std::vector<std::string_view> views;
+  for (nb::handle message : messages) {
+    const auto bytes = nb::cast<nb::bytes>(message);
+    views.emplace_back(bytes.c_str(), bytes.size());
+  }
+  return views;
+}
+
 void core(nb::module_& m);
 void ops(nb::module_& m);
 void filter(nb::module_& m);
 void table(nb::module_& m);
 void budget(nb::module_& m);
-void fused(nb::module_& m);
 void update(nb::module_& m);
 void gather(nb::module_& m);
 void serving(nb::module_& m);

@@ -1,9 +1,8 @@
-// Budgets of tables: what they may hold, which rows leave, and what is known of those that left.
+// Budgets of tables, eviction and its counters.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <cstring>
 #include <stdexcept>
 
 #include "bind/bind.h"
@@ -36,7 +35,7 @@ void budget(nb::module_& m) {
           "__init__",
           [](EvictOptions* self, int policy, int64_t max_rows, std::shared_ptr<Budget> bytes, bool shared,
              uint32_t min_age_s, uint32_t epoch_s, bool if_better) {
-            new (self) EvictOptions{choice("a policy of eviction", policy, Policy::slru),
+            new (self) EvictOptions{choice("the eviction policy", policy, Policy::slru),
                                     max_rows > 0 ? max_rows : Budget::kUnlimited,
                                     std::move(bytes),
                                     shared,
@@ -54,7 +53,7 @@ void budget(nb::module_& m) {
              std::lock_guard lock(self.mutex);
              return self.rows.size();
            })
-      // (ids, times, rows) as bytes, and the number of rows beyond the limit; nothing is kept of them.
+      // (ids, times, rows) as bytes, and the number of rows dropped beyond the limit; empties the sink.
       .def("take", [](EvictedRows& self) {
         Rows rows;
         int64_t lost;
@@ -95,15 +94,13 @@ void budget(nb::module_& m) {
   m.def("follow_evictions", [](Table& t, bool other) { t.follow(other); }, NoGil());
   m.def("count_refused", [](Table& t, int64_t n) { eviction_of(t).refused += n; });
   m.def("empty_twin", [](const Table& t) { return t.empty_twin(); }, NoGil());
-  // The rows of another table are this one's from now on: its clocks do not stand before them, and what did not fit
-  // counts as refused.
+  // Called when this table takes over another one's rows: advances its clocks and counts rows that did not fit as
+  // refused.
   m.def("adopt_eviction", [](Table& t, const Table& other) {
     if (!t.eviction() || !other.eviction()) return;
     t.eviction()->raise_clocks(*other.eviction());
     t.eviction()->refused += other.eviction()->evicted + other.eviction()->refused;
   });
-  m.def("epoch_began", [](const Table& t) { return eviction_of(t).epoch_began(); });
-  m.def("set_epoch_began", [](Table& t, uint32_t seconds) { eviction_of(t).set_epoch_began(seconds); });
   // created, hits, evicted, refused, sum of ages, youngest and oldest of the evicted (-1: none)
   m.def("eviction_counters", [](const Table& t) {
     const Eviction& e = eviction_of(t);
@@ -116,9 +113,9 @@ void budget(nb::module_& m) {
     check_equal("the number of counters", static_cast<int64_t>(counters.size()), std::size(all));
     for (size_t i = 0; i < counters.size(); ++i) all[i]->store(counters[i]);
   });
-  // Rows of LRU tables, the share of writes that each would not find, and how many writes were sampled for it.
+  // Sizes of LRU tables, the share of writes whose row each would not have, and the number of sampled writes.
   m.def("miss_ratio_curve", [](const Table& t) { return tuple_of(eviction_of(t).curve.points()); });
-  // The same of writes elsewhere: the ids whose hash is below ``threshold`` are handed over.
+  // The same for a table elsewhere, which passes the ids whose hash is below `threshold`.
   nb::class_<Curve>(m, "Curve")
       .def(nb::init<uint64_t>(), nb::arg("threshold"))
       .def("sampled",

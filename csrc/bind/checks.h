@@ -1,4 +1,4 @@
-// Checks of numbers that come from Python; their messages say the rule and the number that came.
+// Checks of numbers from Python; their messages say what is allowed and what was given.
 #pragma once
 #include <cstdint>
 #include <stdexcept>
@@ -20,7 +20,7 @@ Enum choice(const std::string& what, int value, Enum last) {
   return static_cast<Enum>(in_range(what, value, 0, static_cast<int64_t>(last)));
 }
 
-// That a number, such as the length of a list, is as it must be.
+// Checks a number, such as the length of a list.
 inline void check_equal(const std::string& what, int64_t value, int64_t wanted) {
   if (value != wanted)
     throw std::invalid_argument(what + " must be " + std::to_string(wanted) + ", got " + std::to_string(value));

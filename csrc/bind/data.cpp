@@ -31,7 +31,7 @@ Vocabulary words_of(const std::vector<std::string>& words) {
   Vocabulary out;
   for (const std::string& word : words) {
     if (!out.emplace(word, static_cast<int64_t>(out.size())).second)
-      throw std::invalid_argument("the words of a vocabulary must be unique, got twice: " + word);
+      throw std::invalid_argument("the words of a vocabulary must be unique, got '" + word + "' twice");
   }
   return out;
 }
@@ -41,7 +41,7 @@ using ColumnTuple = std::tuple<int, uintptr_t, int64_t, uintptr_t, int64_t, uint
 
 RawColumn column_of(const ColumnTuple& given) {
   const auto [kind, values, count, text, bytes, lengths, valid] = given;
-  return {choice("a kind of column", kind, RawKind::ready),
+  return {choice("the kind of a column", kind, RawKind::ready),
           ptr<const char>(values),
           count,
           ptr<const char>(text),
@@ -85,9 +85,8 @@ void data(nb::module_& m) {
           [](FeatureSet& self, int rule, uint64_t slot, bool listed, int separator, int64_t limit,
              std::optional<nb::bytes> missing, std::vector<double> edges, double steps,
              const std::vector<std::string>& words, int unknown, std::vector<int64_t> of) {
-            in_range("unknown", unknown, 0, 2);
             FeatureRule feature;
-            feature.rule = choice("a rule", rule, Rule::cross);
+            feature.rule = choice("the rule of a feature", rule, Rule::cross);
             feature.slot = slot;
             feature.listed = listed;
             feature.separator = static_cast<char>(separator);
@@ -96,7 +95,7 @@ void data(nb::module_& m) {
             feature.edges = std::move(edges);
             feature.steps = steps;
             if (feature.rule == Rule::vocabulary) feature.words = std::make_shared<Vocabulary>(words_of(words));
-            feature.unknown = static_cast<Unknown>(unknown);
+            feature.unknown = choice("unknown", unknown, Unknown::drop);
             feature.of = std::move(of);
             self.features.push_back(std::move(feature));
             self.check();
@@ -130,7 +129,7 @@ void data(nb::module_& m) {
              std::vector<std::vector<TextUse>> columns(uses.size());
              for (size_t c = 0; c < columns.size(); ++c) {
                for (auto [role, index] : uses[c]) {
-                 columns[c].push_back({choice("a role", role, Role::time), index});
+                 columns[c].push_back({choice("the role of a column", role, Role::time), index});
                }
              }
              new (self)
@@ -151,11 +150,7 @@ void data(nb::module_& m) {
       "parse_tf_examples",
       [](nb::list messages, const std::string& label, const std::string& time, const std::vector<std::string>& dense,
          const std::vector<std::string>& sparse, const FeatureSet& set) {
-        std::vector<std::string_view> views;
-        for (nb::handle message : messages) {
-          auto bytes = nb::cast<nb::bytes>(message);
-          views.emplace_back(bytes.c_str(), bytes.size());  // the list keeps them alive
-        }
+        const std::vector<std::string_view> views = views_of(messages);
         const nb::gil_scoped_release release;
         return parse_tf_examples({label, time, dense, sparse, set}, views);
       },
@@ -164,17 +159,13 @@ void data(nb::module_& m) {
       "parse_json_objects",
       [](nb::list messages, const std::string& label, const std::string& time, const std::vector<std::string>& dense,
          const std::vector<std::string>& sparse, const FeatureSet& set, bool threads) {
-        std::vector<std::string_view> views;
-        for (nb::handle message : messages) {
-          auto bytes = nb::cast<nb::bytes>(message);
-          views.emplace_back(bytes.c_str(), bytes.size());  // the list keeps them alive
-        }
+        const std::vector<std::string_view> views = views_of(messages);
         const nb::gil_scoped_release release;
         return parse_json_objects({label, time, dense, sparse, set}, views, threads);
       },
       nb::arg("messages"), nb::arg("label"), nb::arg("time"), nb::arg("dense"), nb::arg("sparse"), nb::arg("set"),
       nb::arg("threads") = false);
-  // (payloads, where each frame begins, bytes read); a payload that is corrupt is None.
+  // Returns (payloads, start of each frame, bytes read); a corrupt payload is None.
   m.def(
       "read_frames",
       [](nb::bytes text, int64_t begin, int64_t max_records) {

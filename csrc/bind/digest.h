@@ -1,4 +1,4 @@
-// Digests of files as Python has them: bytes and CRC-32C.
+// Digests of files as Python gets them: bytes and CRC-32C.
 #pragma once
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
@@ -14,7 +14,7 @@ namespace shoal::bind {
 using Digest = std::pair<int64_t, uint32_t>;
 inline Digest as_pair(const FileDigest& digest) { return {digest.bytes, digest.crc}; }
 
-// Of each file of a save: its rows by source, and its digest.
+// For each file of a save: its rows per source, and its digest.
 inline std::vector<std::pair<std::vector<int64_t>, Digest>> as_pairs(const std::vector<SavedShard>& saved) {
   std::vector<std::pair<std::vector<int64_t>, Digest>> out;
   for (const SavedShard& shard : saved) out.emplace_back(shard.rows, as_pair(shard.digest));

@@ -98,8 +98,7 @@ void filter(nb::module_& m) {
           [](ProbabilisticFilter* self, bool equal, uint32_t default_threshold, const Overrides& of_slot,
              uint64_t seed) { new (self) ProbabilisticFilter(equal, Thresholds(default_threshold, of_slot), seed); },
           nb::arg("equal_probability"), nb::arg("default_threshold") = 0, nb::arg("of_slot") = Overrides{},
-          nb::arg("seed") = 0)
-      .def("_set_seed", &ProbabilisticFilter::set_seed);
+          nb::arg("seed") = 0);
   nb::class_<FilterBlock>(m, "FilterBlock")
       .def(nb::init<int64_t, double>())
       .def("_add", &FilterBlock::add)

@@ -27,7 +27,7 @@ using net::Batch;
 using net::Call;
 using net::Front;
 
-nb::str text(const std::string& value) {  // headers are bytes; what is not ASCII stays readable
+nb::str text(const std::string& value) {  // headers are bytes, not always ASCII
   PyObject* made = PyUnicode_DecodeLatin1(value.data(), static_cast<Py_ssize_t>(value.size()), "strict");
   if (!made) throw nb::python_error();
   return nb::steal<nb::str>(made);
@@ -54,10 +54,10 @@ nb::list metadata_of(const Call& call) { return pairs_of(call.metadata); }
 nb::list take(Front& front) {
   nb::list all;
   for (net::Event& event : front.take_events()) {
-    const bool unary = event.kind == net::Told::call && !event.call->method->streams;
+    const bool unary = event.kind == net::EventKind::call && !event.call->method->streams;
     nb::object payload = nb::none();
     if (unary) payload = bytes(event.call->message);
-    if (event.kind == net::Told::message) payload = bytes(event.message);
+    if (event.kind == net::EventKind::message) payload = bytes(event.message);
     const bool compressed = unary ? event.call->compressed : event.compressed;
     all.append(nb::make_tuple(static_cast<int>(event.kind), event.call, std::move(payload), compressed));
   }
@@ -65,7 +65,7 @@ nb::list take(Front& front) {
 }
 
 // ([(lane, why, rows, bytes, seconds since it arrived, seconds that it took, peer, common name, metadata), ...],
-// how many more there were)
+// number of notes dropped)
 nb::tuple take_notes(Front& front) {
   auto [notes, dropped] = front.notes().take();
   nb::list all;
@@ -97,7 +97,7 @@ void reply(Front& front, const std::shared_ptr<Call>& call, nb::object data, boo
   front.reply(*call, std::move(made));
 }
 
-// Python's share of a call that the caller's thread has, too.
+// Python's handle to a call, which it shares with the caller's thread.
 struct OutgoingHandle {
   net::OutgoingPtr call;
 };
@@ -110,10 +110,8 @@ void answer(Batch& batch, size_t first, size_t count, const nb::bytes& spec_byte
   for (nb::handle each : given) {
     auto [alias, dtype, tail, values] =
         nb::cast<std::tuple<std::string, int64_t, std::vector<int64_t>, uintptr_t>>(each);
-    const ValueKind* kind = value_kind(dtype);
-    if (!kind) throw std::invalid_argument("dtype " + std::to_string(dtype) + " is not written natively");
     aliases.push_back(std::move(alias));
-    outputs.push_back({aliases.back(), kind, std::move(tail), ptr<const uint8_t>(values)});
+    outputs.push_back({aliases.back(), &checked_kind(dtype), std::move(tail), ptr<const uint8_t>(values)});
   }
   const nb::gil_scoped_release release;
   batch.answer(first, count, spec, outputs);
@@ -212,7 +210,6 @@ void front(nb::module_& m) {
       .def("drain", &Front::drain, NoGil())
       .def("close", &Front::close, NoGil())
       .def_prop_ro("calls", &Front::calls)
-      .def_prop_ro("connections", &Front::connections)
       .def_prop_ro("event_fd", &Front::event_fd)
       .def("take", take)
       .def("reply", reply, nb::arg("call"), nb::arg("data").none(), nb::arg("last"), nb::arg("code"),
@@ -282,11 +279,10 @@ void front(nb::module_& m) {
         }
         return nb::make_tuple(outcome.status, utf8(outcome.why));
       });
-  // Load on a server: (sorted seconds of the calls that went well, {status: calls}, calls that were skipped, seconds).
+  // Load on a server: (sorted seconds of the successful calls, {status: calls}, skipped calls, seconds).
   m.def("http2_load", [](const std::string& host, int port, const std::string& path, const nb::bytes& message,
                          int connections, int calls, double seconds, double rate, int64_t timeout_ms) {
-    const net::LoadOptions options{host,  port,    path, string_of(message), connections,
-                                   calls, seconds, rate, timeout_ms,         {}};
+    const net::LoadOptions options{host, port, path, string_of(message), connections, calls, seconds, rate, timeout_ms};
     net::LoadResult result;
     {
       const nb::gil_scoped_release release;

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <span>
-#include <stdexcept>
 #include <vector>
 
 #include "bind/bind.h"
@@ -19,7 +18,7 @@ using gather::Codec;
 using gather::Encoded;
 using gather::Values;
 
-constexpr int64_t kGrain = 1 << 19;  // values that one thread unpacks or looks up while another would only wake up
+constexpr int64_t kGrain = 1 << 19;  // values; for fewer, waking another thread takes longer than the work
 
 void unpack(uintptr_t packed, int64_t n, uintptr_t out) {
   parallel_for(n / 2, kGrain / 2, [&](int64_t begin, int64_t end) {
@@ -37,7 +36,7 @@ void dequantize(uintptr_t q, int64_t n, uintptr_t table, int bins, uintptr_t out
   });
 }
 
-// Sums and counts by blocks in index order, so that threads cannot change a bit.
+// Adds up sums and counts per block, in index order, so that results do not depend on the number of threads.
 void quantize(uintptr_t z, int64_t n, float scale, float offset, int bins, uintptr_t q, uintptr_t sums,
               uintptr_t counts) {
   constexpr int64_t kBlock = 16384;

@@ -4,7 +4,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <cerrno>
 #include <system_error>
 
 #include "bind/bind.h"
@@ -23,7 +22,7 @@ namespace shoal::bind {
 
 namespace {
 
-// Our errors as Python's: a damaged file is shoal.errors.DataError, the system's own an OSError with number and path.
+// Translates errors: a damaged file to shoal.errors.DataError, a system error to an OSError with number and path.
 void translate(const std::exception_ptr& error, void*) {
   try {
     std::rethrow_exception(error);
@@ -71,12 +70,12 @@ std::vector<nb::bytes> lookup_entry(const Table& table, const std::vector<int64_
   return out;
 }
 
-// (table, expiry or None, epoch), and for a table whose rows live elsewhere also (take, parts): `take(part)` gives the
-// addresses of ids, times (int64), rows without gaps and what a policy keeps of them (or 0), which stay good until the
-// next call, and how many there are.
+// (table, expiry or None, epoch), and for a table whose rows are elsewhere also (take, parts): `take(part)` returns the
+// addresses of ids, times (int64), rows without gaps and their policy's scores (or 0), valid until the next call, and
+// the number of rows.
 SaveSource save_source(const nb::tuple& given) {
   if (given.size() != 3 && given.size() != 5)
-    throw std::invalid_argument("a source of a save must have 3 or 5 parts, got " + std::to_string(given.size()));
+    throw std::invalid_argument("a source of a save must have 3 or 5 elements, got " + std::to_string(given.size()));
   SaveSource source{.table = nb::cast<const Table*>(given[0]),
                     .expiry = given[1].is_none() ? nullptr : nb::cast<const Expiry*>(given[1]),
                     .changed_since = nb::cast<uint32_t>(given[2])};
@@ -202,7 +201,7 @@ void io(nb::module_& m) {
             return std::make_pair(taken.records, files);
           },
           nb::arg("paths"), nb::arg("progress").none(), NoGil(),
-          "How many records were taken, and the digest of each file.")
+          "Reads whole files; returns the number of records taken and the digest of each file.")
       .def("erase", raw<&Load::erase>, nb::arg("ids"), nb::arg("n"), NoGil())
       .def("evict", &Load::evict, nb::arg("expiry"), nb::arg("now"), NoGil())
       .def("rows", &Load::rows)
@@ -225,7 +224,7 @@ void io(nb::module_& m) {
             self.next();
             return std::make_pair(self.columns().size(), static_cast<int64_t>(self.columns().weights.size()));
           },
-          "How many records, and weights of all of them, are at hand now; (0, 0) at the end.")
+          "Reads the next records; returns their number and that of their weights, (0, 0) at the end.")
       .def("digest", [](const EntryScan& self) { return as_pair(self.digest()); })
       .def(
           "columns",
@@ -243,13 +242,6 @@ void io(nb::module_& m) {
           },
           nb::arg("numbers"), nb::arg("n"), nb::arg("weights"), nb::arg("floats"), NoGil(),
           "Copies ids, times, offsets, dims, shapes and states to numbers[6, n] and the weights to weights[floats].")
-      .def(
-          "payload",
-          [](const EntryScan& self, int64_t i) {
-            const Chunk::Payload payload = self.payload(i);
-            return nb::bytes(payload.data, payload.size);
-          },
-          nb::arg("i"))
       .def(
           "state",
           [](const EntryScan& self, int64_t i) {

@@ -5,8 +5,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <functional>
-
 #include "bind/bind.h"
 #include "bind/checks.h"
 #include "data/join/joiner.h"
@@ -76,21 +74,21 @@ void join(nb::module_& m) {
             settings.budget = budget, settings.block = block, settings.salt = salt;
             settings.fields[0] = impressions, settings.fields[1] = actions;
             for (const auto& [name, rule, kinds] : labels) {
-              settings.labels.push_back({name, choice("a rule", rule, join::Rule::last), kinds});
+              settings.labels.push_back({name, choice("the rule of a label", rule, join::Rule::last), kinds});
             }
             new (self) Joiner(std::move(settings), folder);
           },
           nb::arg("folder"), nb::arg("impressions"), nb::arg("actions"), nb::kw_only(), nb::arg("labels"),
           nb::arg("window"), nb::arg("before"), nb::arg("lateness"), nb::arg("close_on_action"), nb::arg("max_actions"),
           nb::arg("keep_negatives"), nb::arg("seed"), nb::arg("budget"), nb::arg("block"), nb::arg("salt"))
-      // The (index, why) of messages that could not be read.
+      // Returns the (index, why) of messages that could not be read.
       .def("read",
            [](Joiner& self, int side, nb::list messages, int64_t latest) {
              std::vector<std::string_view> views;
              views.reserve(messages.size());
              for (nb::handle message : messages) {
                if (!nb::isinstance<nb::bytes>(message))
-                 throw std::invalid_argument("messages must be bytes, got one of " +
+                 throw std::invalid_argument("messages must be bytes, got a message of type " +
                                              nb::cast<std::string>(nb::str(message.type())));
                views.push_back(view_of(nb::borrow<nb::bytes>(message)));  // the list keeps them alive
              }
@@ -118,7 +116,7 @@ void join(nb::module_& m) {
       .def("run", &Joiner::run, nb::arg("bytes"), NoGil())
       .def("take", &taken)
       .def("seal", &Joiner::seal, NoGil())
-      // (number, bytes, CRC-32C) of each segment; the CRC is 0 of those that were restored.
+      // (number, bytes, CRC-32C) of each segment; the CRC of restored segments is 0.
       .def("segments",
            [](const Joiner& self) {
              std::vector<std::tuple<uint64_t, int64_t, uint32_t>> out;
@@ -139,7 +137,7 @@ void join(nb::module_& m) {
              const nb::gil_scoped_release release;
              self.restore(state, segments, positions);
            })
-      // Calls `each()` whenever samples wait; (where the last frame ends, bytes after it).
+      // Calls `each()` whenever samples wait. Returns (end of the last frame, bytes after it).
       .def("replay",
            [](Joiner& self, const std::string& path, int64_t bytes, nb::callable each) {
              int64_t torn = 0;

@@ -31,14 +31,13 @@ void core(nb::module_& m) {
 }  // namespace shoal::bind
 
 NB_MODULE(_core, m) {
-  // A table that an autograd graph or a compiled function still holds when the interpreter ends is no leak of ours.
+  // A table that an autograd graph or a compiled function still holds when the interpreter exits is not a leak.
   nanobind::set_leak_warnings(false);
   shoal::bind::core(m);
   shoal::bind::ops(m);
-  shoal::bind::filter(m);  // before table, which takes filters
-  shoal::bind::budget(m);  // and budgets
+  shoal::bind::filter(m);  // before table, which takes filters and budgets
+  shoal::bind::budget(m);
   shoal::bind::table(m);
-  shoal::bind::fused(m);
   shoal::bind::update(m);
   shoal::bind::gather(m);
   shoal::bind::serving(m);

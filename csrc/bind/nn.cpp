@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
-#include <stdexcept>
 
 #include "bind/bind.h"
 #include "bind/checks.h"
@@ -16,7 +14,7 @@
 namespace shoal::bind {
 namespace {
 
-// All rows of a table, copied out, waiting to be put where Python has room for them.
+// Rows copied out of a table, to be copied to Python's tensors.
 struct RowsCopy {
   Rows rows;
   int64_t stride, head_bytes, row_bytes;  // head: the weights, or all of a serving row
@@ -97,7 +95,7 @@ void nn(nb::module_& m) {
         return copy;
       },
       nb::arg("table"), nb::arg("stripe") = -1, NoGil());
-  // The rows of the ids that are in the table, one after another; found[i] tells which. How many there are.
+  // Copies the rows of the ids that are in the table, one after another; found[i] says which are. Returns their number.
   m.def(
       "fetch_rows",
       [](const Table& t, uintptr_t ids, int64_t n, uintptr_t found, uintptr_t times, uintptr_t heads,
@@ -114,7 +112,7 @@ void nn(nb::module_& m) {
         return rows.size();
       },
       NoGil());
-  // Bytes of the rows of ids, and their times; how many ids have a row.
+  // Copies some bytes of each id's row, and the times of the rows. Returns how many ids have a row.
   m.def(
       "fetch_bytes",
       [](const Table& t, uintptr_t ids, int64_t n, int64_t first, int64_t size, uintptr_t out, uintptr_t times) {

@@ -138,7 +138,6 @@ void reduce_ops(nb::module_& m, const char* suffix) {
 }
 
 void layout_ops(nb::module_& m) {
-  m.attr("LAYOUT_TASK_FIELDS") = ops::kTaskFields;
   // Offsets arrive as (address, count) pairs of one request.
   auto request = [](uintptr_t tasks, int64_t task_count, int64_t features, uintptr_t nfl, int64_t nfl_count,
                     uintptr_t rows, int64_t row_count, uintptr_t fids, int64_t fid_count, int64_t batch,
@@ -195,11 +194,7 @@ void sharding_ops(nb::module_& m) {
   nb::class_<ops::WireBatch>(m, "WireBatch")
       .def("__init__",
            [](ops::WireBatch* self, int kind, nb::list messages, const std::vector<std::string>& features) {
-             std::vector<std::string_view> views;
-             for (nb::handle message : messages) {
-               auto bytes = nb::cast<nb::bytes>(message);
-               views.emplace_back(bytes.c_str(), bytes.size());  // the list keeps them alive
-             }
+             const std::vector<std::string_view> views = views_of(messages);
              nb::gil_scoped_release release;
              new (self) ops::WireBatch(ops::read_wire(static_cast<ops::WireKind>(kind), views, features));
            })

@@ -100,7 +100,7 @@ void predict(nb::module_& m) {
       .def(nb::init<>())
       .def_prop_ro("number", [](const Generation& self) { return self.number->load(); })
       .def("next", [](Generation& self) { ++*self.number; });
-  // The tables, and the reader, must be kept until it is closed.
+  // The caller must keep the tables and the reader alive until the predictor is closed.
   nb::class_<PredictorHandle>(m, "Predictor")
       .def_static(
           "of_samples",
@@ -122,7 +122,7 @@ void predict(nb::module_& m) {
               parts.inputs.push_back({alias, dtype, shape, feature, input});
             return PredictorHandle{std::make_shared<Predictor>(std::move(parts), net.net)};
           })
-      // fresh: (number of the table among those of all sources, ids, how many, values)
+      // fresh: (number of the table among those of all sources, ids, number of ids, values)
       .def(
           "switch",
           [](PredictorHandle& self, const NetHandle* net,

@@ -1,5 +1,5 @@
-// What Python holds of a native predictor. Native threads share what is inside: it goes when the last of them lets go
-// of it, without the interpreter.
+// Python's handles to a native predictor. Native threads share the contents, which the last owner frees without the
+// interpreter.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -17,7 +17,7 @@ struct NetHandle {
 struct PredictorHandle {
   std::shared_ptr<Predictor> predictor;
 };
-// Counts the changes of which version answers.
+// Counts how often another version of a model began to answer.
 struct Generation {
   std::shared_ptr<std::atomic<int64_t>> number = std::make_shared<std::atomic<int64_t>>(0);
 };

@@ -15,6 +15,7 @@
 #include "core/rates.h"
 #include "serving/batch.h"
 #include "serving/messages.h"
+#include "serving/push_codes.h"
 #include "serving/raw_requests.h"
 #include "serving/varint.h"
 
@@ -29,11 +30,11 @@ nb::list pairs(const std::vector<Span>& spans) {
   return out;
 }
 
-constexpr int64_t kHoldGil = 1 << 16;  // less work than this is done before another thread could take over
+constexpr int64_t kHoldGil = 1 << 16;  // bytes; smaller work ends before another thread could take the GIL
 
 const uint8_t* bytes_of(const nb::bytes& data) { return static_cast<const uint8_t*>(data.data()); }
 
-// Room for a bytes object that is written before anyone sees it.
+// A new bytes object, which the caller fills before anyone else sees it.
 nb::bytes fresh_bytes(int64_t size, uint8_t** out) {
   PyObject* made = PyBytes_FromStringAndSize(nullptr, size);
   if (!made) throw nb::python_error();
@@ -43,7 +44,8 @@ nb::bytes fresh_bytes(int64_t size, uint8_t** out) {
 
 Part part_of(const nb::bytes& data, int64_t begin, int64_t size) {
   if (begin < 0 || size < 0 || begin > static_cast<int64_t>(data.size()) - size)
-    throw std::invalid_argument("a tensor lies outside of its message");
+    throw std::invalid_argument("a tensor must be within its message of " + std::to_string(data.size()) +
+                                " bytes, got begin " + std::to_string(begin) + " and size " + std::to_string(size));
   return {bytes_of(data), {begin, size}};
 }
 
@@ -84,9 +86,7 @@ nb::list split_responses(const nb::bytes& spec_bytes, const nb::list& given, con
   for (nb::handle each : given) {
     auto [alias, dtype, tail, values] =
         nb::cast<std::tuple<std::string_view, int64_t, std::vector<int64_t>, uintptr_t>>(each);
-    const ValueKind* kind = value_kind(dtype);
-    if (!kind) throw std::invalid_argument("dtype " + std::to_string(dtype) + " is not written natively");
-    outputs.push_back({alias, kind, std::move(tail), ptr<const uint8_t>(values)});
+    outputs.push_back({alias, &checked_kind(dtype), std::move(tail), ptr<const uint8_t>(values)});
   }
   nb::list answers;
   int64_t begin = 0;
@@ -104,19 +104,15 @@ nb::list split_responses(const nb::bytes& spec_bytes, const nb::list& given, con
 using InputTuple = std::tuple<std::string, std::vector<int64_t>, std::vector<int64_t>, int64_t, bool, bool, bool, bool>;
 
 RawBatch read_requests(const RequestReader& reader, const nb::list& messages) {
-  std::vector<std::string_view> views;
+  const std::vector<std::string_view> views = views_of(messages);
   size_t total = 0;
-  for (nb::handle message : messages) {
-    const auto bytes = nb::cast<nb::bytes>(message);
-    views.emplace_back(bytes.c_str(), bytes.size());  // the list keeps them alive
-    total += bytes.size();
-  }
+  for (std::string_view view : views) total += view.size();
   if (total <= kHoldGil) return reader.read(views);
   const nb::gil_scoped_release release;
   return reader.read(views);
 }
 
-// To dense [total, numbers], ids, and offsets [samples * features + 1] where features have lists.
+// Copies to dense [total, numbers], ids and, if features have lists, offsets [samples * features + 1].
 void copy_batch(const RawBatch& batch, uintptr_t dense, uintptr_t ids, uintptr_t offsets) {
   std::copy(batch.dense.begin(), batch.dense.end(), ptr<float>(dense));
   std::copy(batch.ids.begin(), batch.ids.end(), ptr<int64_t>(ids));
@@ -130,7 +126,7 @@ void copy_batch(const RawBatch& batch, uintptr_t dense, uintptr_t ids, uintptr_t
 
 void serving(nb::module_& m) {
   nb::class_<Rates>(m, "Rates")
-      .def(nb::init<double, double>(), nb::arg("per_second"), nb::arg("burst_s") = 1.0)
+      .def(nb::init<double>(), nb::arg("per_second"))
       .def("set", &Rates::set)
       .def("admit",
            [](Rates& rates, const std::string& caller) {
@@ -157,6 +153,14 @@ void serving(nb::module_& m) {
   m.def("varint_encode", raw<&varint_encode>, NoGil());
   m.def("varint_count", raw<&varint_count>, NoGil());
   m.def("varint_decode", raw<&varint_decode>, NoGil());
+  nb::class_<PushCodes>(m, "PushCodes")
+      .def(nb::init<>())
+      .def("set", raw<&PushCodes::set>, NoGil())
+      .def("find", raw<&PushCodes::find>, NoGil())
+      .def("copy", raw<&PushCodes::copy>, NoGil())
+      .def("mark_used", raw<&PushCodes::mark_used>, NoGil())
+      .def("renumber", raw<&PushCodes::renumber>, NoGil())
+      .def("size", &PushCodes::size);
 
   // (specs, [(key, value)], filters), each a (begin, size) in the message.
   m.def("predict_parts", [](nb::bytes data) {
@@ -166,14 +170,14 @@ void serving(nb::module_& m) {
     for (const MapEntry& entry : parts.tensors) tensors.append(nb::make_tuple(pair(entry.key), pair(entry.value)));
     return nb::make_tuple(pairs(parts.specs), tensors, pairs(parts.filters));
   });
-  // (dtype, shape, unknown_rank, content, lists, their field numbers, whether an element stands alone)
+  // (dtype, shape, unknown_rank, content, lists, their field numbers, whether some element is not in a list)
   m.def("tensor_parts", [](nb::bytes data, int64_t begin, int64_t size) {
     const Part part = part_of(data, begin, size);
     const TensorParts parts = tensor_parts(part.data, part.span);
     return nb::make_tuple(parts.dtype, parts.shape, parts.unknown_rank, pair(parts.content), pairs(parts.lists),
                           parts.list_fields, parts.unpacked);
   });
-  // The values of one list, as bytes: words of `width` bytes, or int64 for varints (width 0); at most `limit` of them.
+  // The values of one list, at most `limit`, as bytes: words of `width` bytes, or int64 for varints (width 0).
   m.def("tensor_values", [](nb::bytes data, int64_t begin, int64_t size, int64_t field, int64_t width, int64_t limit) {
     const Part part = part_of(data, begin, size);
     std::vector<uint8_t> values;
@@ -191,10 +195,11 @@ void serving(nb::module_& m) {
       out.append(nb::bytes(part.data + each.begin, static_cast<size_t>(each.size)));
     return out;
   });
-  // One input of several requests, [(message, begin, size)], joined: (values, rows of each, the other dimensions), or
-  // None where they must be read one by one.
+  // Joins one input of several requests, [(message, begin, size)]; returns (values, rows of each, the other
+  // dimensions), or None if the requests must be read one by one.
   m.def("join_tensors", join_tensors);
-  // A PredictResponse for each of the `rows` in turn; outputs are [(alias, dtype, the other dimensions, address)].
+  // A PredictResponse for the next rows[0] rows, then for rows[1], ...; outputs are [(alias, dtype, the other
+  // dimensions, address)].
   m.def("split_responses", split_responses);
 }
 

@@ -33,7 +33,22 @@ BagsAt bags_at(uintptr_t at, int64_t ids, uintptr_t offsets, int64_t bags, int64
   return made;
 }
 
-// One feature whose rows are one after another.
+// Defines a function over bags in a flat buffer; call(bags, flat, pooled) gets the addresses of the buffer and of the
+// pooled rows or their gradient.
+template <class Call>
+void def_at(nb::module_& m, const char* name, Call call) {
+  m.def(
+      name,
+      [call](uintptr_t flat, int64_t floats, uintptr_t at, int64_t ids, uintptr_t offsets, int64_t bags, int64_t dim,
+             const std::vector<int32_t>& combiners, const std::vector<int64_t>& columns,
+             const std::vector<int64_t>& lengths, uintptr_t weights, uintptr_t marks, uintptr_t pooled, int64_t width) {
+        call(bags_at(at, ids, offsets, bags, dim, width, floats, combiners, columns, lengths, weights, marks), flat,
+             pooled);
+      },
+      NoGil());
+}
+
+// Bags of one feature, whose rows are one after another.
 BagsAt bags_in_order(int64_t ids, int64_t dim, uintptr_t keys, const std::optional<int64_t>& padding, uintptr_t offsets,
                      int64_t bags, int32_t combiner, int64_t length, uintptr_t weights, uintptr_t marks) {
   const int64_t width = static_cast<Pool>(combiner) == Pool::firstn ? length * dim : dim;
@@ -56,24 +71,12 @@ void sharded(nb::module_& m) {
         gather_from_parts(pointers, edges, ptr<const int32_t>(offsets), n, width, ptr<float>(rows));
       },
       NoGil());
-  m.def(
-      "pool_at",
-      [](uintptr_t flat, int64_t floats, uintptr_t at, int64_t ids, uintptr_t offsets, int64_t bags, int64_t dim,
-         const std::vector<int32_t>& combiners, const std::vector<int64_t>& columns,
-         const std::vector<int64_t>& lengths, uintptr_t weights, uintptr_t marks, uintptr_t out, int64_t width) {
-        pool_at(bags_at(at, ids, offsets, bags, dim, width, floats, combiners, columns, lengths, weights, marks),
-                ptr<const float>(flat), ptr<float>(out));
-      },
-      NoGil());
-  m.def(
-      "add_pooled_at",
-      [](uintptr_t flat, int64_t floats, uintptr_t at, int64_t ids, uintptr_t offsets, int64_t bags, int64_t dim,
-         const std::vector<int32_t>& combiners, const std::vector<int64_t>& columns,
-         const std::vector<int64_t>& lengths, uintptr_t weights, uintptr_t marks, uintptr_t grad, int64_t width) {
-        add_pooled_at(bags_at(at, ids, offsets, bags, dim, width, floats, combiners, columns, lengths, weights, marks),
-                      ptr<const float>(grad), ptr<float>(flat));
-      },
-      NoGil());
+  def_at(m, "pool_at", [](const BagsAt& bags, uintptr_t flat, uintptr_t out) {
+    pool_at(bags, ptr<const float>(flat), ptr<float>(out));
+  });
+  def_at(m, "add_pooled_at", [](const BagsAt& bags, uintptr_t flat, uintptr_t grad) {
+    add_pooled_at(bags, ptr<const float>(grad), ptr<float>(flat));
+  });
   m.def(
       "pool_rows",
       [](uintptr_t rows, int64_t ids, int64_t dim, uintptr_t keys, std::optional<int64_t> padding, uintptr_t offsets,
@@ -83,7 +86,7 @@ void sharded(nb::module_& m) {
       },
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
       nb::arg(), nb::arg(), nb::arg(), NoGil());
-  // The gradients of rows, which are zeros before, and of weights; either may be 0.
+  // Adds the gradients of rows to `of_rows`, which must be zeros, and writes those of weights; either address may be 0.
   m.def(
       "pool_rows_gradient",
       [](uintptr_t rows, int64_t ids, int64_t dim, uintptr_t keys, std::optional<int64_t> padding, uintptr_t offsets,
@@ -99,7 +102,6 @@ void sharded(nb::module_& m) {
   nb::class_<Snapshot>(m, "Snapshot")
       .def(nb::init<Table&>(), nb::arg("table"), nb::keep_alive<1, 2>())
       .def("before_write", raw<&Snapshot::before_write>, NoGil())
-      .def("kept", &Snapshot::kept, NoGil())
       .def(
           "save",
           [](Snapshot& s, const std::vector<std::string>& temporary, const std::vector<std::string>& paths,

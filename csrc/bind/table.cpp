@@ -91,13 +91,11 @@ void table(nb::module_& m) {
               self->of_slot[slot] = seconds;
             }
           },
-          nb::arg("default_s"), nb::arg("overrides"))
-      .def("stale", &Expiry::stale);
+          nb::arg("default_s"), nb::arg("overrides"));
 
   nb::class_<Table>(m, "Table")
       .def(nb::init<Layout, uint64_t, int64_t, const EvictOptions*>(), nb::arg("layout"), nb::arg("seed"),
            nb::arg("expected") = 1, nb::arg("evict").none() = nb::none())
-      .def("empty_twin", &Table::empty_twin, NoGil())
       .def_prop_ro("layout", &Table::layout, nb::rv_policy::reference_internal)
       .def("set_layout", &Table::set_layout, NoGil())
       .def("size", &Table::size, NoGil())

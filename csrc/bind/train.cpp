@@ -9,7 +9,7 @@
 namespace shoal::bind {
 namespace {
 
-// An object of n bytes whose content is the caller's to write before anybody else sees it. Large ones ask for huge
+// A bytes object of n bytes, which the caller fills before anyone else sees it. Large ones ask for huge
 // pages: with small ones the page faults of fresh memory take longer than the copy into it.
 nb::bytes new_bytes(int64_t n) {
   if (n < 0) throw std::invalid_argument("new_bytes: n must be >= 0, got " + std::to_string(n));

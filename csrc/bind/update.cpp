@@ -1,4 +1,4 @@
-// One update of several tables of one dim.
+// Calls over several tables: fused lookups and gradients, and updates of several tables of the same dim.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -10,6 +10,7 @@
 
 #include "bind/bind.h"
 #include "bind/checks.h"
+#include "table/fused.h"
 #include "table/rows/gradients.h"
 
 namespace shoal::bind {
@@ -18,7 +19,7 @@ namespace {
 // Tables that are updated together. Python keeps them alive.
 struct UpdateGroup {
   std::vector<Table*> tables;  // the distinct ones
-  std::vector<int32_t> place;  // of each table that was given, among them
+  std::vector<int32_t> place;  // where each given table is among them
   std::vector<std::string> names;
   int64_t dim = 0;
 
@@ -40,13 +41,13 @@ struct UpdateGroup {
     dim = given[0]->layout().dim;
   }
 
-  // Per given table: rates of its segments (table after table), the policy for bad gradients, whether it goes by the
-  // clock, the address and the number of the scores of its ids (no list: none has any). Returns the occurrences skipped
-  // per given table; none: empty.
+  // Per given table: the learning rates of its segments, the policy for bad gradients, whether it stamps rows by the
+  // clock, and the address and number of its ids' scores (an empty list: no scores). Returns the occurrences skipped
+  // per given table, or an empty list if none were.
   std::vector<int64_t> apply(std::vector<GradientPart>& parts, const std::vector<float>& rates, int64_t step,
                              uint32_t time, bool at_least, bool given_time, bool dedup, const std::vector<int>& bad,
                              const std::vector<bool>& clocked, const std::vector<int64_t>& scores) const {
-    // Features name the tables that were given; what is joined is of the distinct ones.
+    // Features name the given tables; gradients are joined by distinct table.
     std::vector<FeatureMap> maps;
     if (tables.size() < place.size()) {
       maps.reserve(parts.size());
@@ -76,15 +77,20 @@ struct UpdateGroup {
                          static_cast<BadGradient>(bad[k])});
       if (!scores.empty() && scores[2 * k]) {
         if (scores[2 * k + 1] != updates.back().gradients.n)
-          throw std::invalid_argument("there must be one score per id of a table");
+          throw std::invalid_argument("table " + names[place[k]] + ": scores must have one entry per id, " +
+                                      std::to_string(updates.back().gradients.n) + ", got " +
+                                      std::to_string(scores[2 * k + 1]));
         updates.back().scores = ptr<float>(static_cast<uintptr_t>(scores[2 * k]));
       }
       table_of.push_back(k);
       checks |= updates.back().bad != BadGradient::ignore;
     }
-    if (rate != rates.size())
-      throw std::invalid_argument("there must be one learning rate per segment of each table, got " +
-                                  std::to_string(rates.size()));
+    if (rate != rates.size()) {
+      size_t segments = 0;
+      for (int32_t at : place) segments += tables[at]->layout().segments.size();
+      throw std::invalid_argument("there must be one learning rate per segment of each table, " +
+                                  std::to_string(segments) + ", got " + std::to_string(rates.size()));
+    }
     const bool clean = !checks || joined.clean();
     for (Update& update : updates) update.clean = clean;
     try {
@@ -105,9 +111,44 @@ struct UpdateGroup {
   }
 };
 
+void fused(nb::module_& m) {
+  m.def(
+      "fused_lookup",
+      [](const std::vector<Table*>& tables, uintptr_t sizes, int64_t sources, uintptr_t ids, int64_t n, uintptr_t out,
+         int64_t floats) {
+        Blocks blocks(tables, ptr<int64_t>(sizes, static_cast<int64_t>(tables.size()) * sources), sources);
+        check_equal("the number of ids", n, blocks.ids.back());
+        check_equal("the number of floats of rows", floats, blocks.floats.back());
+        fused_lookup(blocks, ptr<int64_t>(ids, n), ptr<float>(out, floats));
+      },
+      NoGil());
+  m.def(
+      "fused_apply_gradients",
+      [](const std::vector<Table*>& tables, uintptr_t sizes, int64_t sources, uintptr_t ids, int64_t n, uintptr_t grads,
+         int64_t floats, const std::vector<float>& rates, int64_t step, uint32_t time, bool dedup,
+         const std::vector<int>& bad, bool at_least) {
+        Blocks blocks(tables, ptr<int64_t>(sizes, static_cast<int64_t>(tables.size()) * sources), sources);
+        check_equal("the number of ids", n, blocks.ids.back());
+        check_equal("the number of floats of gradients", floats, blocks.floats.back());
+        std::vector<BadGradient> policies;
+        for (int policy : bad) policies.push_back(static_cast<BadGradient>(policy));
+        try {
+          return fused_apply_gradients(blocks, ptr<int64_t>(ids, n), ptr<float>(grads, floats), rates, step,
+                                       Stamp(time, at_least), dedup, policies);
+        } catch (const NonFinite& e) {
+          throw std::invalid_argument("the gradient of id " + std::to_string(e.id) + " (position " +
+                                      std::to_string(e.position) + ") holds NaN or infinity");
+        }
+      },
+      nb::arg("tables"), nb::arg("sizes"), nb::arg("sources"), nb::arg("ids"), nb::arg("n"), nb::arg("grads"),
+      nb::arg("floats"), nb::arg("rates"), nb::arg("step"), nb::arg("time"), nb::arg("dedup"), nb::arg("bad"),
+      nb::arg("at_least") = false, NoGil());
+}
+
 }  // namespace
 
 void update(nb::module_& m) {
+  fused(m);
   nb::class_<FeatureMap>(m, "FeatureMap")
       .def(
           "__init__",

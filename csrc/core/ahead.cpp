@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -40,7 +39,7 @@ class Worker {
       try {
         std::thread([this] { loop(); }).detach();
       } catch (const std::system_error&) {
-        return;  // no thread, no help
+        return;  // without a thread the pages are created when they are touched
       }
       started_ = true;
     }
@@ -61,7 +60,7 @@ class Worker {
       wake_.wait(lock, [&] { return !requests_.empty(); });
       Request& next = requests_.front();
       Request now = next;
-      now.bytes = std::min(next.bytes, kHuge);  // a bit at a time, so that stop() does not wait long
+      now.bytes = std::min(next.bytes, kHuge);  // in small pieces, so that stop() does not wait long
       next.begin += now.bytes;
       next.bytes -= now.bytes;
       if (next.bytes == 0) requests_.pop_front();

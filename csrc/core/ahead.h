@@ -1,11 +1,11 @@
-// Pages made ready by a thread of their own, so that what grows does not wait for the kernel.
+// A background thread that prepares pages, so that a growing table does not wait for the kernel.
 #pragma once
 #include <cstddef>
 
 namespace shoal {
 
-// Requests of one owner of mapped memory. They are hints: a kernel that does not know them (before Linux 6.1) leaves
-// pages as they are, and a page that is needed before its turn comes is made when it is touched.
+// Requests of one owner of mapped memory. They are hints: a kernel that does not support them (before Linux 6.1)
+// ignores them, and a page that is needed before its turn is created when it is touched.
 class Ahead {
  public:
   Ahead() = default;
@@ -13,11 +13,12 @@ class Ahead {
   Ahead(const Ahead&) = delete;
   Ahead& operator=(const Ahead&) = delete;
 
-  // These bytes will be written soon.
+  // Creates the pages of these bytes, which will be written soon.
   void populate(char* begin, size_t bytes);
-  // These 2 MiB are in use to the last byte: gathers them on one huge page.
+  // Moves these 2 MiB, all of which are in use, to one huge page.
   void gather(char* begin);
-  // Returns when nobody works on requests of this owner any more, before it unmaps its memory. Not beside the others.
+  // Drops this owner's requests and waits for the one in progress; call it before unmapping the memory, and not
+  // concurrently with the other calls.
   void stop();
 
  private:

@@ -5,7 +5,7 @@
 namespace shoal {
 namespace {
 
-// Held during a fork, too, so that nobody comes or goes meanwhile.
+// Also held during a fork, so that no owner is added or removed meanwhile.
 std::mutex& registry() {
   static auto* mutex = new std::mutex;  // never destroyed: tables may be freed during interpreter exit
   return *mutex;
@@ -17,7 +17,7 @@ AtFork* g_first = nullptr;
 AtFork::AtFork(void* owner, Hook hook) : owner_(owner), hook_(hook) {
   const std::lock_guard lock(registry());
   static const int registered [[maybe_unused]] =
-      pthread_atfork([] { tell(Fork::prepare); }, [] { tell(Fork::parent); }, [] { tell(Fork::child); });
+      pthread_atfork([] { call_all(Fork::prepare); }, [] { call_all(Fork::parent); }, [] { call_all(Fork::child); });
   next_ = g_first;
   if (next_) next_->previous_ = this;
   g_first = this;
@@ -29,7 +29,7 @@ AtFork::~AtFork() {
   if (next_) next_->previous_ = previous_;
 }
 
-void AtFork::tell(Fork phase) {
+void AtFork::call_all(Fork phase) {
   if (phase == Fork::prepare) registry().lock();
   for (AtFork* each = g_first; each; each = each->next_) each->hook_(each->owner_, phase);
   if (phase != Fork::prepare) registry().unlock();

@@ -1,5 +1,5 @@
-// Locks across fork(): a child process has one thread, so a lock that another thread held at that moment stays locked
-// there for ever. What has such locks takes them all before the fork and gives them back after it, on both sides.
+// Locks across fork(): the child has only the forking thread, so a lock that another thread held stays locked in it for
+// ever. An owner of such locks takes them all before the fork and releases them after it, in both processes.
 #pragma once
 #include <mutex>
 
@@ -7,10 +7,10 @@ namespace shoal {
 
 enum class Fork { prepare, parent, child };
 
-// While it lives, its owner hears of forks: `prepare` in the parent before, then `parent` there and `child` in the
-// child, always in the thread that forks. A member declared after the locks.
+// Calls its owner at each fork, in the thread that forks: `prepare` before the fork, then `parent` in the parent and
+// `child` in the child. Declare it after the locks.
 //
-// Nobody who holds the locks of one owner may wait for those of another, or two owners would wait for each other.
+// A thread that holds one owner's locks must not wait for those of another owner, or a fork could deadlock.
 class AtFork {
  public:
   // Calls owner->at_fork(phase).
@@ -28,11 +28,11 @@ class AtFork {
 
  private:
   static void hold(void* mutex, Fork phase);
-  static void tell(Fork phase);
+  static void call_all(Fork phase);
 
   void* const owner_;
   const Hook hook_;
-  AtFork *previous_ = nullptr, *next_ = nullptr;  // a list of all, since tables come and go
+  AtFork *previous_ = nullptr, *next_ = nullptr;  // the list of all owners
 };
 
 }  // namespace shoal

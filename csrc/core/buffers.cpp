@@ -1,12 +1,9 @@
 #include "core/buffers.h"
 
-#include <sys/mman.h>
-
-#include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <map>
 #include <mutex>
-#include <new>
 
 #include "core/at_fork.h"
 #include "core/pages.h"
@@ -22,7 +19,7 @@ size_t initial_limit() {
 class Cache {
  public:
   Block take(size_t bytes) {
-    // Classes an eighth apart: little waste, and batches of nearly equal size share blocks.
+    // Size classes are at most an eighth apart: little waste, and batches of nearly equal size share blocks.
     size_t step = kHuge;
     while (step * 16 < bytes) step *= 2;
     bytes = (bytes + step - 1) / step * step;

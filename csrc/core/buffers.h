@@ -1,7 +1,7 @@
-// Memory for large results, kept warm between calls.
+// Memory for large results, reused between calls.
 //
-// A fresh result of some megabytes costs more in page faults than the work that fills it. Blocks that a tensor gave
-// back are handed out again, on huge pages, up to a limit of idle bytes.
+// A new result of a few megabytes costs more in page faults than the work that fills it. So blocks that tensors have
+// given back are kept, on huge pages and up to a limit of idle bytes, and handed out again.
 #pragma once
 #include <cstddef>
 
@@ -9,14 +9,14 @@ namespace shoal {
 
 struct Block {
   void* data;
-  size_t bytes;  // at least what was asked for
+  size_t bytes;  // at least as many as requested
 };
 
 // Not zeroed. Throws std::bad_alloc.
 Block take_block(size_t bytes);
 void give_block(Block block);
 
-// Idle bytes that are kept; 0 keeps none. At first 512 MiB, or what SHOAL_BUFFER_CACHE_MB says.
+// The most idle bytes to keep; 0 keeps none. The default is SHOAL_BUFFER_CACHE_MB, or 512 MiB.
 void set_buffer_cache_bytes(size_t bytes);
 size_t buffer_cache_bytes();
 size_t idle_buffer_bytes();

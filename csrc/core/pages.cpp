@@ -12,7 +12,7 @@ static constexpr size_t kHuge = size_t{2} << 20;
 void advise_huge(void* pages, size_t bytes) { madvise(pages, bytes, MADV_HUGEPAGE); }
 
 void* map_pages(size_t bytes, bool huge) {
-  size_t extra = bytes >= kHuge ? kHuge : 0;  // mmap aligns to 4 KiB only: take more and cut both ends off
+  size_t extra = bytes >= kHuge ? kHuge : 0;  // mmap aligns to 4 KiB only: map more, then unmap both ends
   void* raw = mmap(nullptr, bytes + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (raw == MAP_FAILED) throw std::bad_alloc();
   auto begin = reinterpret_cast<uintptr_t>(raw);

@@ -4,9 +4,10 @@
 
 namespace shoal {
 
-// Zeroed, aligned to 2 MiB when at least that large, advised to huge pages if asked. Throws std::bad_alloc.
+// Returns zeroed memory, aligned to 2 MiB if it is at least that large; `huge` asks for huge pages. Throws
+// std::bad_alloc.
 void* map_pages(size_t bytes, bool huge);
-// Advises pages that were not touched yet, aligned to 2 MiB, to be huge ones.
+// Asks for huge pages in memory that is aligned to 2 MiB and has not been touched yet.
 void advise_huge(void* pages, size_t bytes);
 void unmap_pages(void* pages, size_t bytes);
 

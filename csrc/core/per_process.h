@@ -1,4 +1,4 @@
-// An object with threads of its own, of which a process has one: made when it is first asked for.
+// One object per process that owns threads, created on first use.
 #pragma once
 #include <atomic>
 
@@ -6,8 +6,8 @@
 
 namespace shoal {
 
-// To be made with `new` and never destroyed: the object's threads must not outlive it while the interpreter exits.
-// After fork() only the forking thread lives on, so the child starts over with an object of its own.
+// Create it with `new` and never destroy it: the object's threads may still run while the interpreter exits.
+// After fork() the child has only the forking thread, so it creates a new object.
 template <class T>
 class PerProcess {
  public:

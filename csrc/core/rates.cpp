@@ -16,7 +16,7 @@ bool Rates::admit(std::string_view caller, int64_t now_ns) {
   const auto own = limits_.find(key);
   const double limit = own == limits_.end() ? per_second_ : own->second;
   if (limit <= 0) return true;
-  const double full = std::max(1.0, limit * burst_s_);
+  const double full = std::max(1.0, limit);
   auto found = buckets_.find(key);
   if (found == buckets_.end()) {
     if (buckets_.size() >= kMaxCallers) forget(now_ns);
@@ -34,11 +34,11 @@ bool Rates::admit(std::string_view caller, int64_t now_ns) {
   return true;
 }
 
-// Buckets that are full again say nothing; where all are in use, all begin anew.
+// Drops buckets that are full after a second without a request, so as good as new; if there are none, drops all.
 void Rates::forget(int64_t now_ns) {
+  constexpr int64_t kSecondNs = 1'000'000'000;
   for (auto each = buckets_.begin(); each != buckets_.end();) {
-    const double idle = static_cast<double>(now_ns - each->second.at_ns) * 1e-9;
-    each = idle > burst_s_ ? buckets_.erase(each) : std::next(each);
+    each = now_ns - each->second.at_ns > kSecondNs ? buckets_.erase(each) : std::next(each);
   }
   if (buckets_.size() >= kMaxCallers) buckets_.clear();
 }

@@ -1,4 +1,4 @@
-// How many requests each caller may make per second: a bucket for each, which fills at that rate.
+// Limits on the requests that each caller may make per second: one token bucket per caller.
 #pragma once
 #include <cstdint>
 #include <mutex>
@@ -10,11 +10,11 @@ namespace shoal {
 
 class Rates {
  public:
-  // `per_second` requests of every caller, and as many at once as come in `burst_s`; 0: as many as they like.
-  explicit Rates(double per_second, double burst_s = 1.0) : per_second_(per_second), burst_s_(burst_s) {}
+  // Allows every caller `per_second` requests, and bursts of one second's worth; 0: no limit.
+  explicit Rates(double per_second) : per_second_(per_second) {}
 
-  void set(std::string caller, double per_second);      // of one caller; 0: as many as it likes
-  bool admit(std::string_view caller, int64_t now_ns);  // counts a request
+  void set(std::string caller, double per_second);      // another limit for one caller; 0: no limit
+  bool admit(std::string_view caller, int64_t now_ns);  // whether the caller may make a request, which is counted
   int64_t refused() const;
 
  private:
@@ -25,7 +25,7 @@ class Rates {
   static constexpr size_t kMaxCallers = 1 << 16;
   void forget(int64_t now_ns);
 
-  const double per_second_, burst_s_;
+  const double per_second_;
   mutable std::mutex mutex_;
   std::unordered_map<std::string, double> limits_;
   std::unordered_map<std::string, Bucket> buckets_;

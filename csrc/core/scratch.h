@@ -1,4 +1,4 @@
-// Memory for the length of a call: not zeroed, and warm where it is large.
+// Memory for the duration of a call: not zeroed, and reused (core/buffers.h) if it is large.
 #pragma once
 #include <cstddef>
 #include <cstdlib>

@@ -28,7 +28,7 @@ struct Job {
   int helpers_inside = 0;
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
-  std::exception_ptr error;  // written once, by who set `failed`
+  std::exception_ptr error;  // written once, by the thread that set `failed`
 
   void work() {
     for (int64_t part; (part = next.fetch_add(1, std::memory_order_relaxed)) < parts;) {

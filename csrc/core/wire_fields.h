@@ -1,4 +1,4 @@
-// A protobuf message, field by field, within its bounds.
+// A reader of a protobuf message, field by field, that never reads past its end.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace shoal {
 
-// `Fail` is called with what is wrong and must throw: who asked knows what to call the message.
+// `Fail` is called with the reason and must throw: the caller knows the message's name.
 template <class Fail>
 class WireFields {
  public:
@@ -37,7 +37,7 @@ class WireFields {
         bytes = take(4);
         return true;
       default:
-        fail("has wire type " + std::to_string(type));
+        fail("has a field of wire type " + std::to_string(type) + "; only 0, 1, 2 and 5 are supported");
     }
   }
 

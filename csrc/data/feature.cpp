@@ -65,7 +65,7 @@ bool FeatureRule::add(std::string_view value, std::vector<int64_t>* out, std::st
     case Rule::cross:
       break;
   }
-  return refuse(why, "must have no values of its own: it is a cross of features", value);
+  return refuse(why, "is a cross of features and must have no value", value);
 }
 
 bool FeatureRule::add(int64_t value, std::vector<int64_t>* out, std::string* why) const {
@@ -136,11 +136,13 @@ void FeatureSet::check() const {
   for (size_t f = 0; f < features.size(); ++f) {
     const FeatureRule& feature = features[f];
     if (feature.slot > 32767) refuse(f, "a slot must be 0..32767, got " + std::to_string(feature.slot));
-    if (feature.rule == Rule::vocabulary && !feature.words) refuse(f, "a vocabulary must have words");
-    if (!std::is_sorted(feature.edges.begin(), feature.edges.end())) refuse(f, "boundaries must rise");
-    if (feature.rule == Rule::cross && feature.of.size() < 2) refuse(f, "a cross must have at least two features");
+    if (feature.rule == Rule::vocabulary && !feature.words) refuse(f, "a vocabulary must have words, got none");
+    if (!std::is_sorted(feature.edges.begin(), feature.edges.end())) refuse(f, "boundaries must never fall");
+    if (feature.rule == Rule::cross && feature.of.size() < 2)
+      refuse(f, "a cross must have at least two features, got " + std::to_string(feature.of.size()));
     for (int64_t part : feature.of)
-      if (part < 0 || part >= static_cast<int64_t>(f)) refuse(f, "a cross must be of features before it");
+      if (part < 0 || part >= static_cast<int64_t>(f))
+        refuse(f, "a cross must be of features before it, got feature " + std::to_string(part));
   }
 }
 
@@ -163,7 +165,7 @@ bool FeatureSet::cross(std::vector<std::vector<int64_t>>* lists, std::string* wh
     if (feature.rule != Rule::cross) continue;
     auto& out = (*lists)[f];
     out.clear();
-    // Every combination, the last feature's values fastest.
+    // Every combination; the last feature's values change fastest.
     at.assign(feature.of.size(), 0);
     ids.resize(feature.of.size());
     bool any = true;

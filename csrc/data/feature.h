@@ -1,5 +1,5 @@
-// How the raw values of a feature become ids, and how numbers become a net's inputs: one definition, which readers and
-// servers apply alike. Checkpoints and exports depend on what it gives: it never changes.
+// How raw values of features become ids, and how numbers become a net's inputs: readers and servers share this one
+// definition. Checkpoints and exports depend on its results, so they must never change.
 #pragma once
 #include <cstdint>
 #include <limits>
@@ -15,7 +15,7 @@
 namespace shoal {
 
 enum class Rule : int { text = 0, id = 1, bucket = 2, log = 3, vocabulary = 4, cross = 5 };
-enum class Unknown : int { hash = 0, one = 1, drop = 2 };  // a word that the vocabulary lacks
+enum class Unknown : int { hash = 0, one = 1, drop = 2 };  // for words that are not in the vocabulary
 
 struct TextHash {
   using is_transparent = void;
@@ -29,21 +29,21 @@ struct FeatureRule {
   uint64_t slot = 0;
   bool listed = false;
   char separator = 0;                  // between the values of a text cell; 0: a cell is one value
-  int64_t limit = 0;                   // ids of a sample that are kept, the first ones; 0: all
-  std::optional<std::string> missing;  // stands for an empty or missing value
-  std::vector<double> edges;           // bucket: rising; the id is that of how many of them are <= the value
+  int64_t limit = 0;                   // keep this many of a sample's ids, the first ones; 0: all
+  std::optional<std::string> missing;  // the value used for an empty or missing one
+  std::vector<double> edges;           // bucket: rising; the number of edges <= the value becomes the id
   double steps = 1;                    // log: ids per doubling of 1 + |x|
   std::shared_ptr<const Vocabulary> words;
   Unknown unknown = Unknown::one;
   std::vector<int64_t> of;  // cross: the numbers of its features, all before this one
 
-  // Appends the ids of one value, of a text cell or of a missing value; false: it has none, and `why` tells.
+  // Append the ids of a value, a text cell or a missing value; false, with `why`, if it is invalid.
   bool add(std::string_view value, std::vector<int64_t>* out, std::string* why) const;
   bool add(int64_t value, std::vector<int64_t>* out, std::string* why) const;
   bool add(double value, std::vector<int64_t>* out, std::string* why) const;
   bool add_cell(std::string_view cell, std::vector<int64_t>* out, std::string* why) const;
   bool add_missing(std::vector<int64_t>* out, std::string* why) const;
-  // Leaves what a sample may have: at most `limit` ids, and one if it is not listed.
+  // Keeps the first `limit` ids of a sample; false, with `why`, unless the feature is listed or has one id.
   bool end(std::vector<int64_t>* out, std::string* why) const;
 
  private:
@@ -62,7 +62,7 @@ struct FeatureSet {
   std::vector<FeatureRule> features;
   std::vector<NumberRule> numbers;
 
-  // Throws std::invalid_argument where the rules do not make sense.
+  // Throws std::invalid_argument for inconsistent rules.
   void check() const;
   bool listed() const;
   // Fills the crosses of one sample from the lists of the other features.
@@ -71,7 +71,7 @@ struct FeatureSet {
   void apply_numbers(float* values, int64_t n) const;
 };
 
-// The rules of a row of numbers, repeated for some rows, so that a loop over them needs no index of its own.
+// The rules of a row of numbers, repeated for some rows, so that one loop can go over all their values.
 struct NumberRows {
   explicit NumberRows(const std::vector<NumberRule>& rules);
   std::vector<float> low, high, log, mean, scale;  // log: 1 or 0

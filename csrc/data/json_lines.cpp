@@ -1,10 +1,8 @@
 #include "data/json_lines.h"
 
 #include <algorithm>
-#include <cmath>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
 
 #include "core/thread_pool.h"
 #include "data/numbers.h"
@@ -13,30 +11,17 @@ namespace shoal {
 namespace {
 
 constexpr int64_t kPerPart = 1024;
-constexpr int kDepth = 256;  // of what is skipped
+constexpr int kDepth = 256;  // levels of nesting in a value that is skipped
 
 struct Malformed : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-enum class What { label, time, dense, sparse };
-struct Use {
-  What what;
-  size_t index;
-};
-using Uses = std::unordered_map<std::string_view, std::vector<Use>>;
+using What = ExampleLayout::What;
+using Use = ExampleLayout::Use;
+using Uses = ExampleLayout::Uses;
 
-Uses uses_of(const ExampleLayout& layout) {
-  Uses uses;
-  for (size_t i = 0; i < layout.dense.size(); ++i) uses[layout.dense[i]].push_back({What::dense, i});
-  for (size_t i = 0; i < layout.sparse.size(); ++i)
-    if (layout.set.features[i].rule != Rule::cross) uses[layout.sparse[i]].push_back({What::sparse, i});
-  if (!layout.time.empty()) uses[layout.time].push_back({What::time, 0});
-  uses[layout.label].push_back({What::label, 0});
-  return uses;
-}
-
-// A text without its quotes, a number's digits, or one of the three words.
+// A text without its quotes, a number's digits, true, false or null.
 struct Scalar {
   enum Kind { text, number, truth, null } kind = null;
   std::string_view view;  // into the message, or into the scratch memory of its reader
@@ -69,7 +54,7 @@ class Reader {
     return at_ < end_ && *at_ == wanted;
   }
 
-  // Between the quotes; `scratch` holds it if there were escapes.
+  // The text between quotes; `scratch` holds it if there were escapes.
   std::string_view text(std::string* scratch) {
     expect('"');
     const char* begin = at_;
@@ -103,7 +88,7 @@ class Reader {
     return {Scalar::number, word};
   }
 
-  // Over a value of any kind.
+  // Skips a value of any kind.
   void skip() {
     int depth = 0;
     std::string scratch;
@@ -114,10 +99,10 @@ class Reader {
         ++at_;
         if (++depth > kDepth) fail("is nested more than " + std::to_string(kDepth) + " deep");
       } else if (*at_ == '}' || *at_ == ']') {
-        if (depth-- == 0) fail("lacks a value");
+        if (depth-- == 0) fail("has a member without a value");
         ++at_;
       } else if (*at_ == ',' || *at_ == ':') {
-        if (depth == 0) fail("lacks a value");
+        if (depth == 0) fail("has a member without a value");
         ++at_;
       } else if (*at_ == '"') {
         text(&scratch);
@@ -129,9 +114,7 @@ class Reader {
     } while (depth > 0);
   }
 
-  [[noreturn]] static void fail(const std::string& what) {
-    throw Malformed("it " + what + " and is not a JSON object");
-  }
+  [[noreturn]] static void fail(const std::string& what) { throw Malformed("it is not a JSON object: it " + what); }
 
  private:
   void escape(std::string* out) {
@@ -142,7 +125,7 @@ class Reader {
       out->push_back(to[found]);
       return;
     }
-    if (c != 'u') fail("has an escape that JSON does not have");
+    if (c != 'u') fail("has an escape that is not JSON");
     uint32_t code = hex();
     if (code >= 0xd800 && code < 0xdc00) {  // the first half of a pair
       if (end_ - at_ < 6 || at_[0] != '\\' || at_[1] != 'u') fail("has half of a surrogate pair");
@@ -171,7 +154,7 @@ class Reader {
     for (int i = 0; i < 4; ++i) {
       const char c = *at_++;
       const int digit = c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1;
-      if (digit < 0) fail("has an escape that JSON does not have");
+      if (digit < 0) fail("has an escape that is not JSON");
       value = value << 4 | static_cast<uint32_t>(digit);
     }
     return value;
@@ -181,7 +164,7 @@ class Reader {
   const char* end_;
 };
 
-// A number, also as a text or as true and false; false: it has none.
+// Reads a number, which may also be a text, true or false; returns false if there is none.
 bool number_of(const Scalar& value, double* out) {
   if (value.kind == Scalar::truth) return *out = value.is_true, true;
   return value.kind != Scalar::null && to_number(value.view, out);
@@ -233,12 +216,13 @@ void use_value(const ExampleLayout& layout, const Use& use, std::string_view nam
       out->dense[use.index] = static_cast<float>(number);
       return;
     case What::label:
-      if (in_list || !number_of(value, &number)) bad_value(name, "is the label and must be a number");
+      if (in_list || !number_of(value, &number))
+        bad_value(name, "is the label and must be a number, got " + (in_list ? "a list" : shown(value.view)));
       out->label = number, out->labelled = true;
       return;
     case What::time:
       if (in_list || !number_of(value, &number) || !(number >= 0 && number <= 4294967295.0))
-        bad_value(name, "must be a time in seconds since 1970");
+        bad_value(name, "must be a time in seconds since 1970, got " + (in_list ? "a list" : shown(value.view)));
       out->time = number;
   }
 }
@@ -289,10 +273,8 @@ void read_object(const ExampleLayout& layout, const Uses& names, std::string_vie
 }  // namespace
 
 Block parse_json_objects(const ExampleLayout& layout, const std::vector<std::string_view>& messages, bool threads) {
-  layout.set.check();
-  if (layout.set.features.size() != layout.sparse.size() || layout.set.numbers.size() != layout.dense.size())
-    throw std::invalid_argument("every feature and every number must have a rule");
-  const Uses names = uses_of(layout);
+  layout.check();
+  const Uses names = layout.uses();
   const bool ragged = layout.set.listed();
   const size_t dense = layout.dense.size();
   const int64_t count = static_cast<int64_t>(messages.size());
@@ -323,17 +305,7 @@ Block parse_json_objects(const ExampleLayout& layout, const std::vector<std::str
       ++out.rows;
     }
   });
-  Block out;
-  const auto join = [&](auto Block::* field) {
-    if (blocks.size() == 1) {
-      out.*field = std::move(blocks[0].*field);
-      return;
-    }
-    for (Block& block : blocks) (out.*field).insert((out.*field).end(), (block.*field).begin(), (block.*field).end());
-  };
-  for (const Block& block : blocks) out.rows += block.rows;
-  join(&Block::label), join(&Block::dense), join(&Block::ids), join(&Block::lengths), join(&Block::time);
-  join(&Block::bad);
+  Block out = joined(blocks);
   out.lines = count;
   return out;
 }

@@ -1,4 +1,4 @@
-// Numbers and ids out of text, and text as messages show it.
+// Reading numbers and ids from text, and text as messages show it.
 #pragma once
 #include <charconv>
 #include <cmath>
@@ -15,7 +15,7 @@ inline bool to_number(std::string_view cell, double* out) {
 }
 
 inline bool to_float(std::string_view cell, float* out) {
-  if (!cell.empty() && cell.size() <= 7) {  // short integers, which most numbers of a log are
+  if (!cell.empty() && cell.size() <= 7) {  // short integers: most numbers in logs
     const bool negative = cell[0] == '-';
     int32_t value = 0;
     size_t i = negative;

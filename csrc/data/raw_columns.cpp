@@ -15,7 +15,9 @@ template <class Offset>
 std::string_view text_at(const RawColumn& column, int64_t i) {
   const auto* offsets = static_cast<const Offset*>(column.values);
   const int64_t begin = offsets[i], end = offsets[i + 1];
-  if (begin < 0 || begin > end || end > column.text_bytes) throw std::invalid_argument("offsets leave the text");
+  if (begin < 0 || begin > end || end > column.text_bytes)
+    throw std::invalid_argument("the offsets of texts must rise within 0.." + std::to_string(column.text_bytes) +
+                                ", got " + std::to_string(begin) + ".." + std::to_string(end));
   return {column.text + begin, static_cast<size_t>(end - begin)};
 }
 
@@ -49,16 +51,16 @@ std::vector<int64_t> starts_of(const RawColumn& column, int64_t n) {
   std::vector<int64_t> starts(static_cast<size_t>(n) + 1, 0);
   for (int64_t i = 0; i < n; ++i) {
     const int64_t length = column.lengths ? column.lengths[i] : 1;
-    if (length < 0) throw std::invalid_argument("lengths must not be negative");
+    if (length < 0) throw std::invalid_argument("lengths must be >= 0, got " + std::to_string(length));
     starts[i + 1] = starts[i] + length;
   }
   if (starts[n] != column.count)
-    throw std::invalid_argument("a column has " + std::to_string(column.count) + " values, but its samples have " +
-                                std::to_string(starts[n]));
+    throw std::invalid_argument("a column must have as many values as its samples, " + std::to_string(starts[n]) +
+                                ", got " + std::to_string(column.count));
   return starts;
 }
 
-// All features hold one text or integer each, and nothing is looked up or split: the ids need no lists.
+// Whether every feature has exactly one text or integer that is only hashed, so that ids can be written directly.
 bool is_plain(const FeatureSet& set, const std::vector<std::optional<RawColumn>>& columns) {
   for (size_t f = 0; f < columns.size(); ++f) {
     const FeatureRule& feature = set.features[f];
@@ -98,13 +100,16 @@ void apply_plain(const FeatureSet& set, int64_t n, const std::vector<std::option
 
 Block apply_columns(const FeatureSet& set, int64_t n, const std::vector<std::optional<RawColumn>>& columns) {
   const size_t width = set.features.size();
-  if (columns.size() != width) throw std::invalid_argument("every feature must have a column");
+  if (columns.size() != width)
+    throw std::invalid_argument("there must be one column per feature, " + std::to_string(width) + ", got " +
+                                std::to_string(columns.size()));
   for (size_t f = 0; f < width; ++f)
     if (columns[f].has_value() == (set.features[f].rule == Rule::cross))
-      throw std::invalid_argument("crosses, and only they, must have no column");
+      throw std::invalid_argument("feature " + std::to_string(f) + " must have " +
+                                  (columns[f] ? "no column, since it is a cross" : "a column, got none"));
   Block out;
   out.rows = out.lines = n;
-  out.label.resize(n);  // of whoever has them
+  out.label.resize(n);  // the caller sets them
   std::vector<std::vector<int64_t>> starts(width);
   for (size_t f = 0; f < width; ++f)
     if (columns[f]) starts[f] = starts_of(*columns[f], n);
@@ -125,7 +130,7 @@ Block apply_columns(const FeatureSet& set, int64_t n, const std::vector<std::opt
         lists[f].clear();
         if (!columns[f]) continue;
         const int64_t begin = starts[f][i], end = starts[f][i + 1];
-        const bool none = columns[f]->kind == RawKind::ready && feature.listed;  // of ids: there are none
+        const bool none = columns[f]->kind == RawKind::ready && feature.listed;  // an empty list of ids stays empty
         if (begin == end && !none) good = feature.add_missing(&lists[f], &why);
         for (int64_t at = begin; at < end && good; ++at) good = add_value(feature, *columns[f], at, &lists[f], &why);
         good = good && feature.end(&lists[f], &why);

@@ -19,7 +19,7 @@ const char* newline(const char* at, const char* end) {
 }
 
 // The end of a line that begins at `at`: its newline, or `end`. Newlines between quotes do not count, unless the quote
-// is not closed within `max_line` bytes or before the text is over: then it spoils its own line and not the rest.
+// is not closed within `max_line` bytes or before the end of the text: then only its own line is bad.
 const char* line_end(const char* at, const char* end, char quote, bool final, int64_t max_line) {
   if (quote == 0) return newline(at, end);
   bool quoted = false;
@@ -44,10 +44,11 @@ TextParser::TextParser(std::vector<std::vector<TextUse>> columns, FeatureSet set
     return !feature.listed && !feature.missing && (feature.rule == Rule::text || feature.rule == Rule::id);
   });
   if (delimiter_ == '\n' || delimiter_ == quote_ || delimiter_ == 0)
-    throw std::invalid_argument("the delimiter must be a character of its own");
+    throw std::invalid_argument("the delimiter must not be a newline, a zero byte or the quote");
   for (const FeatureRule& feature : set_.features)
     if (feature.separator == delimiter_)
-      throw std::invalid_argument("the separator must be another character than the delimiter");
+      throw std::invalid_argument(std::string("the separator must differ from the delimiter, got '") + delimiter_ +
+                                  "' for both");
   int64_t labels = 0, times = 0;
   std::vector<char> seen_dense(dense_), seen_sparse(sparse_);
   for (const auto& uses : columns_) {
@@ -57,24 +58,27 @@ TextParser::TextParser(std::vector<std::vector<TextUse>> columns, FeatureSet set
       if (use.role != Role::dense && use.role != Role::sparse) continue;
       auto& seen = use.role == Role::dense ? seen_dense : seen_sparse;
       if (use.index < 0 || use.index >= static_cast<int64_t>(seen.size()) || seen[use.index]++)
-        throw std::invalid_argument("every number and every feature must have one column");
+        throw std::invalid_argument(std::string(use.role == Role::dense ? "number " : "feature ") +
+                                    std::to_string(use.index) + " must be one of " + std::to_string(seen.size()) +
+                                    " and have one column");
     }
   }
   for (int64_t f = 0; f < sparse_; ++f) seen_sparse[f] |= set_.features[f].rule == Rule::cross;
-  const auto lacks = [](const std::vector<char>& seen) { return std::find(seen.begin(), seen.end(), 0) != seen.end(); };
-  if (lacks(seen_dense) || lacks(seen_sparse))
-    throw std::invalid_argument("every number and every feature must have one column");
+  for (const auto* seen : {&seen_dense, &seen_sparse})
+    if (const auto found = std::find(seen->begin(), seen->end(), 0); found != seen->end())
+      throw std::invalid_argument(std::string(seen == &seen_dense ? "number " : "feature ") +
+                                  std::to_string(found - seen->begin()) + " must have a column, got none");
   if (labels != 1) throw std::invalid_argument("there must be one label column, got " + std::to_string(labels));
   if (times > 1) throw std::invalid_argument("there must be at most one time column, got " + std::to_string(times));
 }
 
-// What the cells of one line give, and memory for it.
+// Where the values of one line's cells go.
 struct TextParser::Line {
   float* label;
   float* dense;
-  int64_t* ids;  // of plain features
+  int64_t* ids;  // if features are plain
   int64_t* time;
-  std::vector<std::vector<int64_t>> lists;  // of all features, unless they are plain
+  std::vector<std::vector<int64_t>> lists;  // otherwise, the ids of each feature
   std::string scratch, why;
 };
 
@@ -139,7 +143,7 @@ void TextParser::parse_lines(std::string_view text, const int64_t* starts, int64
     const char* stop = text.data() + starts[line + 1];
     if (stop > at && stop[-1] == '\n') --stop;
     if (stop > at && stop[-1] == '\r') --stop;
-    if (stop == at) continue;  // an empty line is nothing, good or bad
+    if (stop == at) continue;  // empty lines are ignored
     bool good;
     if (stop - at > max_line_) {
       good = false;
@@ -207,7 +211,7 @@ bool TextParser::parse_line(const char* at, const char* end, Line* line) const {
   };
   for (size_t c = 0; c < columns_.size(); ++c) {
     if (at > end) {
-      line->why = "the line has " + std::to_string(c) + " columns, not " + std::to_string(columns_.size());
+      line->why = "the line must have " + std::to_string(columns_.size()) + " columns, got " + std::to_string(c);
       return false;
     }
     std::string_view cell;
@@ -224,7 +228,7 @@ bool TextParser::parse_line(const char* at, const char* end, Line* line) const {
       }
       ++at;
       if (at < end && *at != delimiter_)
-        return bad(c, "goes on after its closing quote, got " + shown({at, size_t(end - at)}));
+        return bad(c, "must end at its closing quote, got " + shown({at, size_t(end - at)}) + " after it");
       cell = scratch;
     } else {
       const void* found = std::memchr(at, delimiter_, static_cast<size_t>(end - at));
@@ -232,12 +236,12 @@ bool TextParser::parse_line(const char* at, const char* end, Line* line) const {
       cell = {at, static_cast<size_t>(stop - at)};
       at = stop;
     }
-    ++at;  // past the delimiter, or past the end, which says that there was none
+    ++at;  // past the delimiter; without one, past the end
     for (const TextUse& use : columns_[c])
       if (!use_cell(use, cell, line)) return bad(c, line->why);
   }
   if (at <= end) {
-    line->why = "the line has more than " + std::to_string(columns_.size()) + " columns";
+    line->why = "the line must have " + std::to_string(columns_.size()) + " columns, got more";
     return false;
   }
   return plain_ || set_.cross(&line->lists, &line->why);

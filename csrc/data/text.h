@@ -12,7 +12,7 @@ namespace shoal {
 
 enum class Role : int { label = 0, dense = 1, sparse = 2, time = 3 };
 
-// What the cells of a column are used for; `index` is among the numbers or among the features.
+// A use of a column's cells; `index` is among the numbers or among the features.
 struct TextUse {
   Role role = Role::label;
   int64_t index = 0;
@@ -20,13 +20,13 @@ struct TextUse {
 
 class TextParser {
  public:
-  // The uses of each column, which may be none; `quote` is 0 for none. Throws std::invalid_argument where columns do
-  // not make sense together.
+  // `columns` has the uses of each column, which may be none; `quote` 0 means none. Throws std::invalid_argument for
+  // columns that conflict.
   TextParser(std::vector<std::vector<TextUse>> columns, FeatureSet set, char delimiter, char quote, int64_t max_line);
 
-  // Reads whole lines that begin before `limit`, at most `max_rows` of them. `final` says that the text does not go on,
-  // so that the last line needs no newline. A line that cannot be read is bad and gives no sample. `threads` spreads
-  // the work over the pool.
+  // Reads complete lines that begin before `limit`, at most `max_rows`. `final` says that the text ends here, so the
+  // last line needs no newline. A line that cannot be read is bad and gives no sample. `threads` spreads the work over
+  // the pool.
   Block parse(std::string_view text, bool final, int64_t max_rows, int64_t limit, bool threads) const;
 
   bool ragged() const { return ragged_; }
@@ -43,7 +43,7 @@ class TextParser {
   int64_t max_line_;
   int64_t dense_, sparse_;
   bool ragged_;  // features have any number of ids
-  bool plain_;   // every feature's id is that of its one cell
+  bool plain_;   // every feature has one id, made of its cell
 };
 
 }  // namespace shoal

@@ -1,4 +1,4 @@
-// From the text of a category to its feature id. Files and checkpoints depend on it: it never changes.
+// The feature id of a category's text. Files and checkpoints depend on it, so it must never change.
 #pragma once
 #include <charconv>
 #include <cstdint>
@@ -27,12 +27,12 @@ inline uint64_t hash_text(std::string_view text) {
   return hash_id(hash ^ word);
 }
 
-// A v2 id: the slot above, 48 bits of the hash below.
+// A v2 id: the slot in the upper bits, 48 bits of the hash below.
 inline int64_t text_fid(std::string_view text, uint64_t slot) {
   return static_cast<int64_t>((slot << 48) | (hash_text(text) & kSignatureMask));
 }
 
-// The number as if its decimal text had been given.
+// The id of a number's decimal text.
 inline int64_t number_fid(int64_t value, uint64_t slot) {
   char text[20];
   const auto end = std::to_chars(text, text + sizeof text, value).ptr;

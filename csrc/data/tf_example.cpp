@@ -3,7 +3,6 @@
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
-#include <unordered_map>
 
 #include "core/thread_pool.h"
 #include "core/wire_fields.h"
@@ -18,9 +17,7 @@ struct Malformed : std::runtime_error {
 };
 
 struct FailExample {
-  [[noreturn]] void operator()(const std::string& what) const {
-    throw Malformed("it " + what + " and is not a tf.Example");
-  }
+  [[noreturn]] void operator()(const std::string& what) const { throw Malformed("it is not a tf.Example: it " + what); }
 };
 using Fields = WireFields<FailExample>;
 
@@ -65,25 +62,12 @@ struct Values {
   }
 };
 
-enum class What { label, time, dense, sparse };
-using Uses = std::unordered_map<std::string_view, std::vector<std::pair<What, size_t>>>;
-
-Uses uses_of(const ExampleLayout& layout) {
-  Uses uses;
-  for (size_t i = 0; i < layout.dense.size(); ++i) uses[layout.dense[i]].emplace_back(What::dense, i);
-  for (size_t i = 0; i < layout.sparse.size(); ++i)
-    if (layout.set.features[i].rule != Rule::cross) uses[layout.sparse[i]].emplace_back(What::sparse, i);
-  if (!layout.time.empty()) uses[layout.time].emplace_back(What::time, 0);
-  uses[layout.label].emplace_back(What::label, 0);
-  return uses;
-}
-
-// The ids of one feature's values.
+// Appends the ids of one feature's values.
 void add_values(const FeatureRule& feature, const Values& values, std::vector<int64_t>* list) {
   std::string why;
   bool good = true;
   if (!values.floats.empty() && feature.rule != Rule::bucket && feature.rule != Rule::log)
-    throw Malformed("holds floats, not ids");
+    throw Malformed("must hold ids, got floats");
   for (auto text : values.texts) good = good && feature.add_cell(text, list, &why);
   for (auto id : values.integers) good = good && feature.add(id, list, &why);
   for (auto number : values.floats) good = good && feature.add(static_cast<double>(number), list, &why);
@@ -92,11 +76,28 @@ void add_values(const FeatureRule& feature, const Values& values, std::vector<in
 
 }  // namespace
 
+ExampleLayout::Uses ExampleLayout::uses() const {
+  Uses found;
+  for (size_t i = 0; i < dense.size(); ++i) found[dense[i]].push_back({What::dense, i});
+  for (size_t i = 0; i < sparse.size(); ++i)
+    if (set.features[i].rule != Rule::cross) found[sparse[i]].push_back({What::sparse, i});
+  if (!time.empty()) found[time].push_back({What::time, 0});
+  found[label].push_back({What::label, 0});
+  return found;
+}
+
+void ExampleLayout::check() const {
+  set.check();
+  if (set.features.size() != sparse.size() || set.numbers.size() != dense.size())
+    throw std::invalid_argument("there must be one rule per feature, " + std::to_string(sparse.size()) +
+                                ", and per number, " + std::to_string(dense.size()) + ", got " +
+                                std::to_string(set.features.size()) + " and " + std::to_string(set.numbers.size()));
+}
+
 Block parse_tf_examples(const ExampleLayout& layout, const std::vector<std::string_view>& messages) {
-  layout.set.check();
-  if (layout.set.features.size() != layout.sparse.size() || layout.set.numbers.size() != layout.dense.size())
-    throw std::invalid_argument("every feature and every number must have a rule");
-  const Uses names = uses_of(layout);
+  using What = ExampleLayout::What;
+  layout.check();
+  const ExampleLayout::Uses names = layout.uses();
   const size_t dense = layout.dense.size();
   constexpr int64_t kPerPart = 1024;
   const int64_t count = static_cast<int64_t>(messages.size());
@@ -153,7 +154,7 @@ Block parse_tf_examples(const ExampleLayout& layout, const std::vector<std::stri
         if (!layout.set.cross(&lists, &why)) throw Malformed("a cross " + why);
         if (!labelled) throw Malformed("it has no label '" + layout.label + "'");
         if (!(time >= 0 && time <= 4294967295.0))
-          throw Malformed("its time must be in seconds since 1970, 0..4294967295");
+          throw Malformed("its time must be in seconds since 1970, 0..4294967295, got " + std::to_string(time));
       } catch (const Malformed& error) {
         out.bad.push_back({i, 0, error.what()});
         continue;
@@ -168,13 +169,7 @@ Block parse_tf_examples(const ExampleLayout& layout, const std::vector<std::stri
       ++out.rows;
     }
   });
-  Block out;
-  const auto join = [&](auto Block::* field) {
-    for (Block& block : blocks) (out.*field).insert((out.*field).end(), (block.*field).begin(), (block.*field).end());
-  };
-  join(&Block::label), join(&Block::dense), join(&Block::ids), join(&Block::lengths), join(&Block::time);
-  join(&Block::bad);
-  for (const Block& block : blocks) out.rows += block.rows;
+  Block out = joined(blocks);
   out.lines = count;
   return out;
 }
@@ -188,7 +183,7 @@ std::vector<Frame> read_frames(std::string_view text, int64_t max_records, int64
     std::memcpy(&size, text.data() + at, 8);
     std::memcpy(&crc, text.data() + at + 8, 4);
     if (crc != mask_crc(crc32c(text.data() + at, 8)) || size > (uint64_t{1} << 40)) {
-      if (!out.empty()) break;  // what came before is whole; the next call will fail
+      if (!out.empty()) break;  // return the good frames first; the next call throws
       throw std::invalid_argument("the header of a record is corrupt");
     }
     if (text.size() - at - kRecordHeader < size + kRecordFooter) break;

@@ -14,7 +14,7 @@ namespace shoal::SHOAL_ISA {
 void unpack12(const uint8_t* packed, int64_t n, uint16_t* out) {
   int64_t i = 0;
 #if defined(__AVX2__)
-  // 16 values from 24 bytes; the second load reads 16 bytes from byte 12, so 4 bytes past must still be ours.
+  // 16 values from 24 bytes; the second load reads 16 bytes from byte 12, so 4 more bytes must be readable.
   const __m256i spread = _mm256_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11,  //
                                           0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11);
   const __m256i low = _mm256_set1_epi16(0x0fff);
@@ -58,7 +58,7 @@ bool pack12(const int64_t* indices, int64_t n, uint8_t* out) {
 void look_up(const uint8_t* q, int64_t n, const float* table, [[maybe_unused]] int bins, float* out) {
   int64_t i = 0;
 #if defined(__AVX512F__)
-  // The masked forms: GCC 12 warns about the plain ones' own headers.
+  // Masked forms, since GCC 12 warns in the headers of the plain ones.
   if (bins <= 32) {
     const __m512 low = _mm512_loadu_ps(table), high = _mm512_loadu_ps(table + 16);
     for (; i + 16 <= n; i += 16) {

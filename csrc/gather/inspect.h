@@ -1,4 +1,4 @@
-// The checks that touch a payload's data, and norms that no thread count can change.
+// Checks of a payload's data, and norms that do not depend on the number of threads.
 #pragma once
 #include <cstdint>
 
@@ -26,7 +26,7 @@ struct Sums {
   double squares = 0;
   double values = 0;
 };
-// float64 sums over blocks of kNormBlock values, block sums added in index order.
+// float64 sums over blocks of kNormBlock values; the blocks' sums are added in index order.
 Sums block_sums(const float* values, int64_t n);
 
 }  // namespace shoal::gather
@@ -34,14 +34,14 @@ Sums block_sums(const float* values, int64_t n);
 namespace shoal {
 
 SHOAL_PER_ISA(
-    // Bit 0: an index >= totalk; bit 1: an index twice in its chunk. `stamps` holds totalk zeros, or what an earlier
-    // call with lower chunk numbers left there.
+    // Bit 0: an index >= totalk; bit 1: an index twice in its chunk. `stamps` must hold totalk zeros at first; it may
+    // be reused for higher chunk numbers.
     int check_chunks(const uint8_t* indices, int codec, int64_t first, int64_t last, int64_t k, int64_t totalk,
                      uint32_t* stamps, uint16_t* scratch);
     void sum_block(const float* values, int64_t n, double* squares, double* sum);
-    // Adds how often each value occurs to counts[256]; values at or over `bins` may be counted anywhere over it.
+    // Adds how often each value occurs to counts[256]; values >= `bins` are counted in any entry >= `bins`.
     void count_values(const uint8_t* q, int64_t n, int bins, uint32_t* counts);
-    // Largest |v| as its bits (above 0x7f800000: a NaN was there).
+    // The largest |v|, as its bits (above 0x7f800000: there is a NaN).
     uint32_t max_abs_bits(const float* values, int64_t n);)
 
 }  // namespace shoal

@@ -13,7 +13,7 @@
 namespace shoal::SHOAL_ISA {
 namespace {
 
-// Rising indices cannot repeat: the usual case, decided without memory traffic.
+// Rising indices have no duplicates: this is the usual case, and needs no memory traffic.
 bool strictly_rising(const uint16_t* v, int64_t k) {
   unsigned falls = 0;
   for (int64_t i = 1; i < k; ++i) falls |= static_cast<unsigned>(v[i] <= v[i - 1]);
@@ -84,7 +84,7 @@ void sum_block(const float* values, int64_t n, double* squares, double* sum) {
 void count_values(const uint8_t* q, int64_t n, [[maybe_unused]] int bins, uint32_t* counts) {
   int64_t i = 0;
 #if defined(__AVX2__)
-  if (bins <= 16) {  // one comparison a bin: no table in memory that the next value waits for
+  if (bins <= 16) {  // one comparison per bin, without a counter in memory that the next value must wait for
     const int64_t whole = n / 64 * 64;
     int64_t found = 0;
     for (int b = 0; b < bins; ++b) {

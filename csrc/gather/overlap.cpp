@@ -11,7 +11,7 @@
 namespace shoal::gather {
 namespace {
 
-// The chunk's indices, which fit 16 bits when packed; wide ones go through a second path of the same shape.
+// Reads the indices of a chunk. False if one of them is outside it.
 bool read_indices(const uint8_t* bytes, Codec codec, int64_t k, int64_t totalk, uint32_t* out, uint16_t* scratch) {
   bool inside = true;
   if (codec == Codec::packed12) {

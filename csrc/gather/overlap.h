@@ -1,4 +1,4 @@
-// How often every two peers chose the same positions: the exact matrix of intersection sizes.
+// How often any two peers chose the same positions: the exact matrix of intersection sizes.
 #pragma once
 #include <cstdint>
 #include <span>

@@ -12,7 +12,7 @@ namespace shoal::SHOAL_ISA {
 void count_bits(const uint64_t* masks, int64_t words, int64_t word, const uint16_t* indices, int64_t k,
                 uint32_t* counts) {
 #if defined(__AVX512BW__)
-  // 64 counters of 8 bits, one masked addition per index; emptied before they can overflow.
+  // 64 counters of 8 bits, one masked addition per index; added to `counts` before they can overflow.
   const __m512i one = _mm512_set1_epi8(1);
   for (int64_t begin = 0; begin < k; begin += 255) {
     __m512i bytes = _mm512_setzero_si512();

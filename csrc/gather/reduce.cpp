@@ -58,8 +58,9 @@ void lay_out(const Grid& grid, int64_t chunk, const float* values) {
 void reduce(const Tile& tile, const Grid& grid, std::span<const Encoded> peers, std::span<const float> factors) {
   const bool own_sums = !tile.sum;
   if (own_sums && !(tile.first && tile.last && grid.dense))
-    throw std::invalid_argument("a tile without sums must be the first and the last of its parameter, with a target");
-  // The factor goes into the tables: lookup then multiply rounds as multiply after lookup does.
+    throw std::invalid_argument(
+        "a tile without sums must be the first and the last of its parameter and have a dense output");
+  // The factor is applied to the tables: a value is rounded the same before the lookup as after it.
   std::vector<float> tables;
   std::vector<Encoded> scaled(peers.begin(), peers.end());
   tables.reserve(peers.size() * 256);

@@ -41,7 +41,7 @@ bool add_chunk_u8(const uint8_t* indices, int codec, int64_t k, int64_t totalk, 
   return add(indices, codec, k, totalk, sum, count, scratch, [&](int64_t i) { return table[q[i]]; });
 }
 
-// Apart from the additions, so that no compiler can make a fused multiply-add of the two.
+// Separate from the additions, so that the compiler cannot fuse them.
 void scale(float* values, int64_t n, float factor) {
   for (int64_t i = 0; i < n; ++i) values[i] *= factor;
 }

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <functional>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "core/thread_pool.h"
@@ -13,8 +14,9 @@ namespace {
 
 constexpr int64_t kGrain = 16;  // chunks
 
-// The k best of a chunk. Neighbouring chunks have similar values, so the last chunk's bar, lowered a little, usually
-// leaves little more than k candidates; when it does not, a buffer that is cut back to k whenever it fills does.
+// Selects the k largest keys of a chunk. Neighbouring chunks have similar values, so the threshold of the last chunk,
+// lowered a little, usually leaves little more than k candidates; otherwise all keys go through a buffer that is cut
+// back to k whenever it is full.
 class Selector {
  public:
   Selector(int64_t totalk, int64_t k)
@@ -31,7 +33,7 @@ class Selector {
       guessed = at == totalk_ && length >= k_;
     }
     if (!guessed) length = scan(keys);
-    // The k-th best decides; what is kept stays in the order of positions.
+    // Keeps all keys that are at least the k-th largest, in the order of positions.
     std::copy_n(buffer_.begin(), length, ranked_.begin());
     std::nth_element(ranked_.begin(), ranked_.begin() + (k_ - 1), ranked_.begin() + length, std::greater<>());
     const uint64_t last = ranked_[static_cast<size_t>(k_ - 1)];
@@ -52,7 +54,7 @@ class Selector {
 
   int64_t scan(const uint32_t* keys) {
     int64_t length = 0, at = 0;
-    // Everything that fits goes in first: with no bar yet, a key of 0 counts too.
+    // Fill the buffer first: without a threshold, even a key of 0 counts.
     for (; at < totalk_ && length < static_cast<int64_t>(buffer_.size()); ++at)
       buffer_[length++] = static_cast<uint64_t>(keys[at]) << 32 | static_cast<uint32_t>(~at);
     while (at < totalk_) {
@@ -91,7 +93,7 @@ void topk_chunks(const float* gradient, float* memory, float decay, const ChunkG
       for (int64_t i = 0; i < k; ++i) values[c * k + i] = chunk[static_cast<size_t>(indices[c * k + i])];
     }
   });
-  if (nonfinite) throw std::invalid_argument("the gradient holds a value that is not finite");
+  if (nonfinite) throw std::invalid_argument("the gradient must be finite, got NaN or infinity");
 }
 
 void subtract_sent(float* memory, const ChunkGrid& grid, int64_t k, const int32_t* indices, const float* sent) {
@@ -111,7 +113,9 @@ void scatter_chunks(float* dense, const ChunkGrid& grid, int64_t k, const int64_
     for (int64_t c = begin; c < end; ++c) {
       float* chunk = dense + c / grid.across * grid.height * columns + c % grid.across * grid.width;
       for (int64_t i = c * k; i < (c + 1) * k; ++i) {
-        if (indices[i] < 0 || indices[i] >= totalk) throw std::invalid_argument("an index is outside its chunk");
+        if (indices[i] < 0 || indices[i] >= totalk)
+          throw std::invalid_argument("an index must be 0.." + std::to_string(totalk - 1) + " within its chunk, got " +
+                                      std::to_string(indices[i]));
         chunk[indices[i] / grid.width * columns + indices[i] % grid.width] = values[i];
       }
     }

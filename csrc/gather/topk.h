@@ -1,4 +1,4 @@
-// The producer's side: the k largest magnitudes of every chunk, with what was left over from earlier rounds.
+// The sender's side: the k largest magnitudes of every chunk, including the remainder of earlier rounds.
 #pragma once
 #include <cstdint>
 
@@ -11,15 +11,15 @@ struct ChunkGrid {
   int64_t columns() const { return across * width; }
 };
 
-// For each chunk of c = gradient + decay * memory: the k positions with the largest |c|, ascending; of equal ones the
-// lower position. `memory` may be null; otherwise it becomes c. Throws std::invalid_argument when c is not finite.
+// For each chunk of c = gradient + decay * memory: finds the k positions with the largest |c|, ascending; of equal ones
+// the lower positions. `memory` may be null; otherwise it becomes c. Throws std::invalid_argument if c is not finite.
 void topk_chunks(const float* gradient, float* memory, float decay, const ChunkGrid& grid, int64_t k, int32_t* indices,
                  float* values);
 
-// memory[position of each index] -= sent: what was sent is no longer owed.
+// memory[position of each index] -= sent, which is no longer owed.
 void subtract_sent(float* memory, const ChunkGrid& grid, int64_t k, const int32_t* indices, const float* sent);
 
-// Chunk values to the dense parameter, which must be zero where nothing is sent.
+// Writes the chunks' values to the dense parameter; positions without a value are left as they are.
 void scatter_chunks(float* dense, const ChunkGrid& grid, int64_t k, const int64_t* indices, const float* values);
 
 }  // namespace shoal::gather
@@ -27,12 +27,12 @@ void scatter_chunks(float* dense, const ChunkGrid& grid, int64_t k, const int64_
 namespace shoal {
 
 SHOAL_PER_ISA(
-    // Up to `capacity` positions i in [begin, end) with keys[i] > threshold, appended as keys[i] << 32 | ~i. Stops
-    // early when full; returns the first position not looked at, and the new length in *length.
+    // Appends the positions i in [begin, end) with keys[i] > threshold as keys[i] << 32 | ~i, until `out` has
+    // `capacity` elements. Returns the first position that was not read, and the new length in *length.
     int64_t collect_above(const uint32_t* keys, int64_t begin, int64_t end, uint32_t threshold, uint64_t* out,
                           int64_t capacity, int64_t* length);
-    // A row of a chunk: c = g + decay * m into `values`, into m, and |c| as bits into `keys`. memory may be null.
-    // Returns the largest key.
+    // For a row of a chunk: writes c = g + decay * m to `values` and m, and |c| as bits to `keys`. `memory` may be
+    // null. Returns the largest key.
     uint32_t fold_row(const float* gradient, float* memory, float decay, int64_t n, float* values, uint32_t* keys);)
 
 }  // namespace shoal

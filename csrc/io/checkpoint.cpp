@@ -26,13 +26,14 @@ namespace shoal {
 
 namespace {
 
-[[maybe_unused]] constexpr int kNicer = 5;  // a third of the share of a thread that computes
+[[maybe_unused]] constexpr int kNicer = 5;  // gets a third of the time of a thread of normal priority
 
 void check_cancelled(const Progress* progress) {
-  if (progress && progress->cancelled.load(std::memory_order_relaxed)) throw Cancelled("cancelled");
+  if (progress && progress->cancelled.load(std::memory_order_relaxed))
+    throw Cancelled("the save or load was cancelled");
 }
 
-// The threads of a save yield to everybody else. A thread cannot raise its priority again, so they are its own.
+// Lowers the priority of a save's thread. A thread cannot raise its priority again, so these are not the pool's.
 void lower_priority() {
 #if defined(__linux__)
   const auto self = static_cast<id_t>(::syscall(SYS_gettid));
@@ -40,7 +41,7 @@ void lower_priority() {
 #endif
 }
 
-// Hands copies of stripes from the one thread that makes them to the writers, a few at a time.
+// Passes copies of stripes from the one thread that makes them to the writers, a few at a time.
 class StripeQueue {
  public:
   struct Job {
@@ -51,7 +52,7 @@ class StripeQueue {
 
   StripeQueue(int writers, int room) : jobs_(writers), room_(room) {}
 
-  // Blocks until there is room. False when a writer failed.
+  // Blocks until there is room. False if a writer failed.
   bool push(int writer, Job job) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return failed_ || in_flight_ < room_; });
@@ -70,12 +71,9 @@ class StripeQueue {
     jobs_[writer].pop_front();
     return true;
   }
-  // The memory of a finished job serves a later one.
+  // Keeps the memory of a finished job for a later one.
   void finished(Rows rows) {
-    rows.ids.clear();
-    rows.times.clear();
-    rows.rows.clear();
-    rows.scores.clear();
+    rows.clear();
     const std::lock_guard lock(mutex_);
     --in_flight_;
     spare_.push_back(std::move(rows));
@@ -135,10 +133,11 @@ int64_t write_rows(const EntryEncoder& encoder, const Rows& rows, int32_t stride
 std::vector<SavedShard> save(const std::vector<SaveSource>& sources, const SaveTarget& target, Progress* progress) {
   const int shards = static_cast<int>(target.path.size());
   if (shards < 1 || target.temporary.size() != target.path.size()) {
-    throw std::invalid_argument("a save needs one temporary and one final path for each shard");
+    throw std::invalid_argument("a save must have one temporary and one final path per shard, got " +
+                                std::to_string(target.temporary.size()) + " and " + std::to_string(shards));
   }
   std::vector<EntryEncoder> encoders;
-  std::vector<int64_t> now;  // staleness of the whole save is judged at one moment
+  std::vector<int64_t> now;  // the time of each table at which rows are stale or not, for the entire save
   for (const SaveSource& source : sources) {
     if (source.table->layout().serving) throw std::invalid_argument("save is not supported by serving entries");
     encoders.emplace_back(source.table->layout(), target.state);
@@ -208,8 +207,8 @@ std::vector<SavedShard> save(const std::vector<SaveSource>& sources, const SaveT
   return saved;
 }
 
-// One thread's part of a load: decodes records, collects their rows by stripe and hands each stripe's to the table many
-// at a time, which keeps a batch inside a small part of the index. A stripe that another thread is busy with can wait.
+// One thread's part of a load: decodes records, collects their rows by stripe and adds many rows of a stripe at a time,
+// which keeps a batch within a small part of the index. It does not wait for a stripe that another thread is adding to.
 class Load::Worker {
  public:
   Worker(Load& load, const std::string& path)
@@ -238,10 +237,7 @@ class Load::Worker {
       ++taken;
       const auto stripe = static_cast<size_t>(Table::stripe_of_id(head.id));
       Rows& rows = rows_[stripe];
-      rows.ids.push_back(head.id);
-      rows.times.push_back(head.time);
-      rows.scores.push_back(head.score);
-      rows.rows.insert(rows.rows.end(), row_.begin(), row_.end());
+      rows.add(head.id, head.time, head.score, row_.data(), layout_.stride);
       if (rows.size() < batch_) continue;
       std::unique_lock lock(load_.stripes_[stripe], std::try_to_lock);
       if (!lock && rows.size() >= 4 * batch_) lock.lock();
@@ -262,10 +258,7 @@ class Load::Worker {
  private:
   void flush(Rows* rows) {
     load_.fresh().load(*rows);
-    rows->ids.clear();
-    rows->times.clear();
-    rows->rows.clear();
-    rows->scores.clear();
+    rows->clear();
   }
 
   Load& load_;
@@ -284,7 +277,7 @@ Load::Load(Table& table, bool strict, ShardRule shard, uint32_t unstamped)
 Load::~Load() = default;
 
 Table& Load::fresh() const {
-  if (!fresh_) throw std::invalid_argument("this load was committed already");
+  if (!fresh_) throw std::invalid_argument("this load was committed and cannot be used again");
   return *fresh_;
 }
 
@@ -294,7 +287,7 @@ Load::Taken Load::read(const std::vector<std::string>& paths, Progress* progress
   const int64_t n = static_cast<int64_t>(files.size());
   std::atomic<int64_t> taken{0};
   std::atomic<bool> failed{false};
-  // Each thread begins with another file and helps with the others when its own has ended.
+  // Each thread begins with a different file and then helps with the others.
   parallel_parts(num_threads(), [&](int64_t part) {
     Chunk chunk;
     try {
@@ -349,12 +342,15 @@ void Load::commit() {
 
 FileDigest load_multi(const std::string& path, const std::vector<Load*>& loads, const std::vector<int64_t>& counts,
                       Progress* progress) {
-  if (loads.size() != counts.size()) throw std::invalid_argument("there must be one count for each table of the file");
+  if (loads.size() != counts.size())
+    throw std::invalid_argument("there must be one count per table, " + std::to_string(loads.size()) + ", got " +
+                                std::to_string(counts.size()));
   ChunkReader file(path, true);
   std::vector<int64_t> ends;  // records before and in each table
   for (int64_t count : counts) {
     if (count < 0 || __builtin_add_overflow(count, ends.empty() ? 0 : ends.back(), &ends.emplace_back())) {
-      throw DataError(path + ": the meta file has an impossible number of records");
+      throw DataError(path + ": the numbers of records in the meta file must be 0..2^63 - 1 in all, got " +
+                      std::to_string(count));
     }
   }
   const int64_t total = ends.empty() ? 0 : ends.back();
@@ -369,7 +365,8 @@ FileDigest load_multi(const std::string& path, const std::vector<Load*>& loads, 
         const int64_t n = static_cast<int64_t>(chunk.starts.size());
         seen += n;
         if (chunk.first + n > total) {
-          throw DataError(path + ": there are more records than the " + std::to_string(total) + " of the meta file");
+          throw DataError(path + ": there must be " + std::to_string(total) +
+                          " records, as the meta file says, got more");
         }
         size_t table = std::upper_bound(ends.begin(), ends.end(), chunk.first) - ends.begin();
         for (int64_t i = 0; i < n; ++table) {
@@ -393,8 +390,8 @@ FileDigest load_multi(const std::string& path, const std::vector<Load*>& loads, 
     }
   });
   if (seen != total) {
-    throw DataError(path + ": there are " + std::to_string(seen) + " records, the meta file says " +
-                    std::to_string(total));
+    throw DataError(path + ": there must be " + std::to_string(total) + " records, as the meta file says, got " +
+                    std::to_string(seen));
   }
   return file.digest();
 }

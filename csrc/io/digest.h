@@ -1,4 +1,4 @@
-// What a manifest keeps of a file, so that a file that changed is told from the one that was written.
+// The size and checksum that a manifest keeps of a file, to detect a changed file.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -18,7 +18,7 @@ struct FileDigest {
   }
 };
 
-// Reads the whole file. Throws std::system_error.
+// Reads the file. Throws std::system_error.
 FileDigest digest_file(const std::string& path);
 
 }  // namespace shoal

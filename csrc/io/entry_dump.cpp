@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <span>
 
 #include "io/error.h"
 #include "table/rows/codec.h"
@@ -24,7 +23,7 @@ const OptKind* find_kind(uint32_t number) {
   return nullptr;
 }
 
-// Every value is stored as tag + 4 bytes: one word of 8 is written and 3 of its bytes are overwritten by the next.
+// Every value is stored as tag + 4 bytes. A word of 8 bytes is written; the next value overwrites its last 3.
 inline char* put_float(uint32_t field_tag, const char* from, char* out) {
   uint32_t bits;
   std::memcpy(&bits, from, 4);
@@ -38,7 +37,7 @@ inline char* put_floats(uint32_t field_tag, const char* from, int32_t n, char* o
   return out;
 }
 
-// Appends to `out` while there is room and counts on; the caller compares the count with what it wanted.
+// Appends to `out` while there is room and counts all values; the caller compares the count with the expected one.
 bool read_floats(Reader* in, uint32_t field_tag, char* out, int64_t room, int64_t* count) {
   const auto take = [&](const uint8_t* from) {
     if (*count < room) std::memcpy(out + 4 * *count, from, 4);
@@ -193,7 +192,7 @@ EntryHead EntryDecoder::decode(const char* data, size_t n, char* row) {
 
   const auto who = [&] { return "id " + std::to_string(head.id) + ": "; };
   if (weights != layout_.dim) {
-    size_t i = 0;  // the segment in which they run out, or the last one when there are too many
+    size_t i = 0;  // the segment in which they end, or the last one if there are too many
     while (i + 1 < layout_.segments.size() && weights >= layout_.segments[i + 1].weight) ++i;
     throw DataError(who() + "segment " + std::to_string(i) + ": the record has " + count_of(weights, "weights") +
                     ", the table has dim " + std::to_string(layout_.dim));
@@ -224,14 +223,13 @@ void EntryDecoder::decode_states(int64_t id, char* row) {
   }
   const auto fresh = [&](int i) { init_state(layout_.segments[i], row + layout_.segments[i].state); };
   if (elements_.size() != dumped_.size()) {
-    if (elements_.empty() && stateless_) return;  // a writer that leaves empty messages out
+    if (elements_.empty() && stateless_) return;  // the writer left out empty messages
     if (strict_) {
       const size_t common = std::min(elements_.size(), dumped_.size());
       const size_t i = common < dumped_.size() ? dumped_[common] : layout_.segments.size() - 1;
       throw DataError("id " + std::to_string(id) + ": segment " + std::to_string(i) + ": the record has " +
                       count_of(static_cast<int64_t>(elements_.size()), "optimizer states") +
-                      ", the table's segments (" + "those of moving_average aside) have " +
-                      std::to_string(dumped_.size()));
+                      ", the table's segments (except moving_average) have " + std::to_string(dumped_.size()));
     }
     for (int i : dumped_) fresh(i);
     return;
@@ -250,7 +248,7 @@ void EntryDecoder::decode_states(int64_t id, char* row) {
 }
 
 std::string EntryDecoder::decode_state(const Segment& segment, Reader element, char* state) {
-  // A oneof: a member of another kind replaces what came before, one of the same kind is merged into it.
+  // A oneof: a member of another kind replaces the previous one; one of the same kind is merged with it.
   const OptKind* found = nullptr;
   parts_.clear();
   while (!element.done()) {

@@ -1,8 +1,8 @@
-// One row as an EntryDump message and back, byte for byte what protobuf writes and everything that it reads.
+// A row as an EntryDump message: writes the same bytes as protobuf and reads everything that protobuf reads.
 //
 //   EntryDump { 1 sfixed64 id; 2 repeated float num; 3 OptimizerDump opt; 4 int64 last_update_ts_sec;
-//               15 uint64 eviction }                         the last one of tables with a budget alone
-//   OptimizerDump { 1 repeated SingleOptimizerDump dump }    one per segment, but none for moving_average
+//               15 uint64 eviction }                         eviction: only for tables with a budget
+//   OptimizerDump { 1 repeated SingleOptimizerDump dump }    one per segment, except moving_average
 #pragma once
 #include <cstdint>
 #include <string>
@@ -15,41 +15,40 @@ namespace shoal {
 
 class EntryEncoder {
  public:
-  // A training layout, which must outlive this. Without `state` the optimizer's part is left out.
+  // A training layout, which must outlive the encoder. Without `state` the optimizers' state is left out.
   explicit EntryEncoder(const Layout& layout, bool state = true);
-  // What encode() may touch, including a little behind the message.
+  // The most bytes that encode() writes, including a few after the message.
   size_t max_bytes() const { return max_bytes_; }
-  // Returns the end of the message. `id` may be null: then the field is left out. So is a `score` of 0
-  // (Moment::lasting).
+  // Returns the end of the message. Leaves out a null `id` and a `score` (Moment::lasting) of 0.
   char* encode(const char* row, uint32_t time, const int64_t* id, uint64_t score, char* out) const;
 
  private:
   const Layout& layout_;
-  std::vector<uint32_t> float_bytes_;  // per segment: its optimizer's message without an int64
-  std::vector<int32_t> step_;          // per segment: where in the row its int64 lies, or -1
+  std::vector<uint32_t> float_bytes_;  // per segment: bytes of its optimizer's message, without an int64
+  std::vector<int32_t> step_;          // per segment: the byte of the row at which its int64 begins, or -1
   size_t max_bytes_ = 0;
   const bool state_;
 };
 
-// What a record says besides the row itself.
+// The contents of a record, apart from the row.
 struct EntryHead {
   int64_t id = 0;
   uint32_t time = 0;
-  uint64_t score = 0;  // what the policy of a table with a budget kept of it; 0: unknown
+  uint64_t score = 0;  // the eviction policy's bits (Moment::lasting); 0: unknown
   bool keep = true;    // false: an all-zero vector, which this table does not store
 };
 
 class EntryDecoder {
  public:
-  // strict: a record whose optimizer state does not fit the layout is an error; otherwise that segment's state starts
-  // fresh. The number of weights must fit either way. The layout must outlive this.
+  // strict: optimizer state that does not match the layout is an error; otherwise that segment's state starts fresh.
+  // The number of weights must always match. The layout must outlive the decoder.
   EntryDecoder(const Layout& layout, bool strict);
-  // Fills row[0 .. row_bytes). Throws DataError; where the record is readable the message names its id and the segment.
+  // Fills row[0 .. row_bytes). Throws DataError, with the id and the segment if the record is readable.
   EntryHead decode(const char* data, size_t n, char* row);
 
  private:
   void decode_states(int64_t id, char* row);
-  // Empty when the element is a dump of this segment's optimizer, else what is wrong with it.
+  // Returns what is wrong with the element; empty if it is a dump of this segment's optimizer.
   std::string decode_state(const Segment& segment, wire::Reader element, char* state);
 
   const Layout& layout_;

@@ -12,13 +12,13 @@ namespace {
 using wire::Reader;
 using wire::tag;
 
-// Not for hash tables: only equal inputs and unequal ones are told apart.
+// Not for hash tables: it only distinguishes equal from unequal inputs.
 uint64_t mix(uint64_t h, uint64_t v) {
   h = (h ^ v) * 0x9E3779B97F4A7C15ull;
   return h ^ h >> 29;
 }
 
-// What an OptimizerDump holds, without its values: kinds, fields and how many values each has. False: no message.
+// Hashes the kinds, the fields and the numbers of values of an OptimizerDump, without the values. False: not a message.
 bool shape_of(Reader in, int depth, uint64_t* shape) {
   uint32_t last = 0;
   uint64_t count = 0;
@@ -52,6 +52,12 @@ bool shape_of(Reader in, int depth, uint64_t* shape) {
 }
 
 Chunk::Payload as_payload(const Reader& reader) { return {reinterpret_cast<const char*>(reader.p), reader.left()}; }
+
+void check_record(int64_t i, int64_t n) {
+  if (i < 0 || i >= n)
+    throw std::out_of_range("a record must be one of the " + std::to_string(n) + " read last, got " +
+                            std::to_string(i));
+}
 
 }  // namespace
 
@@ -123,18 +129,13 @@ bool EntryScan::next() {
   return true;
 }
 
-Chunk::Payload EntryScan::payload(int64_t i) const {
-  const Chunk::Payload whole = frame(i);
-  return {whole.data + kRecordHeader, whole.size - kRecordHeader - kRecordFooter};
-}
-
 Chunk::Payload EntryScan::state(int64_t i) const {
-  if (i < 0 || i >= columns_.size()) throw std::out_of_range("no such record at hand");
+  check_record(i, columns_.size());
   return states_[i];
 }
 
 Chunk::Payload EntryScan::frame(int64_t i) const {
-  if (i < 0 || i >= columns_.size()) throw std::out_of_range("no such record at hand");
+  check_record(i, columns_.size());
   const char* header = chunk_.bytes.data() + chunk_.starts[i];
   uint64_t n;
   std::memcpy(&n, header, 8);
@@ -151,11 +152,15 @@ void EntrySink::copy(const EntryScan& scan, const int64_t* indices, int64_t n) {
 
 void EntrySink::rows(const int64_t* ids, const int64_t* times, const float* weights, int64_t n, int64_t dim,
                      const char* states, int64_t state_bytes, const int64_t* ends) {
-  if (n < 0 || dim < 1 || state_bytes < 0) throw std::invalid_argument("rows must have at least one weight");
+  if (n < 0 || dim < 1 || state_bytes < 0)
+    throw std::invalid_argument("rows must have n >= 0, dim >= 1 and state_bytes >= 0, got " + std::to_string(n) +
+                                ", " + std::to_string(dim) + " and " + std::to_string(state_bytes));
   int64_t begin = 0;
   for (int64_t i = 0; i < n; ++i) {
     const int64_t end = ends ? ends[i] : state_bytes;
-    if (begin > end || end > state_bytes) throw std::invalid_argument("the ends of states must rise up to their bytes");
+    if (begin > end || end > state_bytes)
+      throw std::invalid_argument("the ends of states must never fall and be at most " + std::to_string(state_bytes) +
+                                  ", got " + std::to_string(end) + " after " + std::to_string(begin));
     const size_t state = end - begin;
     char* const record = file_.room(kRecordHeader + 40 + 5 * dim + state + kRecordFooter);
     char* out = record + kRecordHeader;

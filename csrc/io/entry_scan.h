@@ -1,4 +1,4 @@
-// Rows in files as columns, whatever table they are of: what tools work on that have no table's configuration.
+// Reading rows from files as columns, for tools that do not have the table's configuration.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -12,29 +12,28 @@ namespace shoal {
 // Some consecutive records of a file.
 struct EntryColumns {
   std::vector<int64_t> ids, times;
-  std::vector<int64_t> offsets;  // where the frames begin, in bytes of the file or of what its blocks unpack to
+  std::vector<int64_t> offsets;  // where the frames begin, in bytes of the file or of its unpacked blocks
   std::vector<int64_t> dims;     // weights of each
-  std::vector<int64_t> shapes;   // equal where the optimizers' states have the same kinds and sizes
-  std::vector<int64_t> states;   // equal bytes of state have equal values here
+  std::vector<int64_t> shapes;   // equal if the optimizers' states have the same kinds and sizes
+  std::vector<int64_t> states;   // equal if the states have the same bytes
   std::vector<float> weights;    // one record after another
 
   int64_t size() const { return static_cast<int64_t>(ids.size()); }
   void clear();
 };
 
-// Reads a file from its beginning to its end, some megabytes at a time, and checks everything that can be checked
-// without the table: frames, both checksums, and that each record is an EntryDump with an id and weights.
+// Reads a file from beginning to end, some megabytes at a time, and checks everything that can be checked without the
+// table: frames, both checksums, and that each record is an EntryDump with an id and weights.
 class EntryScan {
  public:
-  // Throws std::system_error when the file cannot be opened.
+  // Throws std::system_error if the file cannot be opened.
   EntryScan(std::string path, bool snappy) : reader_(std::move(path), snappy) {}
 
-  // The next records, or false at the end. Throws DataError with the number of the record and its byte.
+  // Reads the next records; false at the end. Throws DataError with the number of the record and its byte.
   bool next();
   const EntryColumns& columns() const { return columns_; }
-  Chunk::Payload payload(int64_t i) const;                       // the whole message; throws std::out_of_range
-  Chunk::Payload state(int64_t i) const;                         // its OptimizerDump, empty when there is none
-  Chunk::Payload frame(int64_t i) const;                         // with header and footer
+  Chunk::Payload state(int64_t i) const;  // the OptimizerDump of record i, or empty; throws std::out_of_range
+  Chunk::Payload frame(int64_t i) const;  // record i with header and footer; throws std::out_of_range
   const FileDigest& digest() const { return reader_.digest(); }  // of the file, once next() was false
 
  private:
@@ -44,15 +43,15 @@ class EntryScan {
   std::vector<Chunk::Payload> states_;
 };
 
-// Writes records to a file that appears whole or not at all.
+// Writes records to a file that appears complete or not at all.
 class EntrySink {
  public:
   EntrySink(std::string temporary, bool snappy) : file_(std::move(temporary), snappy) {}
 
-  // Records `indices` of what `scan` has at hand, byte for byte.
+  // Copies records `indices` of those that `scan` read last, byte for byte.
   void copy(const EntryScan& scan, const int64_t* indices, int64_t n);
-  // Rows of `dim` weights. states: serialized OptimizerDumps one after another, ends[i] the end of the i-th; without
-  // `ends` all rows have the same one of `state_bytes`.
+  // Writes rows of `dim` weights. `states` has serialized OptimizerDumps one after another; ends[i] is the end of the
+  // i-th. If `ends` is null, all rows have the same one of `state_bytes`.
   void rows(const int64_t* ids, const int64_t* times, const float* weights, int64_t n, int64_t dim, const char* states,
             int64_t state_bytes, const int64_t* ends);
   void sync() { file_.sync(); }

@@ -1,6 +1,9 @@
-// The two ways, besides std::system_error, in which reading or writing a checkpoint ends early.
+// The errors of reading and writing files.
 #pragma once
+#include <cerrno>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 
 namespace shoal {
 
@@ -9,9 +12,12 @@ struct DataError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Somebody called Progress::cancel().
+// Progress::cancelled was set.
 struct Cancelled : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+// The error in errno, of a call on `path`.
+inline std::system_error os_error(const std::string& path) { return {errno, std::generic_category(), path}; }
 
 }  // namespace shoal

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kCellsPerRecord = 10000;
 
 void read_cells(wire::Reader in, uint16_t* cells, int64_t n, const std::string& where) {
-  // The offset may come after the data: the first pass looks for it.
+  // A first pass finds the offset, which may come after the data.
   const auto bad = [&] { return DataError(where + "not a HashFilterSplitDataDump message"); };
   uint64_t offset = 0;
   for (wire::Reader first = in; !first.done();) {
@@ -25,7 +25,7 @@ void read_cells(wire::Reader in, uint16_t* cells, int64_t n, const std::string& 
   }
   const auto put = [&](uint64_t value) {
     if (offset >= static_cast<uint64_t>(n)) {
-      throw DataError(where + "cell " + std::to_string(offset) + " is beyond the block's " + std::to_string(n));
+      throw DataError(where + "a cell's number must be below " + std::to_string(n) + ", got " + std::to_string(offset));
     }
     if (value > 0xFFFF) throw DataError(where + "a cell must be 0..65535, got " + std::to_string(value));
     cells[offset++] = static_cast<uint16_t>(value);

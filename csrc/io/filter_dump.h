@@ -7,14 +7,14 @@
 
 namespace shoal {
 
-// A file of one block: the serialized meta message, then the cells, 10000 to a record.
+// Writes a file of one block: the serialized meta message, then the cells, 10000 per record.
 FileDigest write_filter_block(const std::string& temporary, const std::string& path, const std::string& meta,
                               const uint16_t* cells, int64_t n);
 
 // The first record: the meta message.
 std::string read_filter_meta(const std::string& path);
-// Everything behind it into `cells`, those that no record holds being 0. Throws DataError when a record says more than
-// a block of `n` cells can hold.
+// The other records: reads the block's n cells; those that no record has become 0. Throws DataError for a cell that is
+// not in the block.
 FileDigest read_filter_cells(const std::string& path, uint16_t* cells, int64_t n);
 
 }  // namespace shoal

@@ -4,10 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
-#include <system_error>
 
+#include "io/error.h"
 #include "io/snappy.h"
 
 namespace shoal {
@@ -17,8 +16,6 @@ namespace {
 constexpr size_t kBuffer = size_t{1} << 20;
 constexpr size_t kSnappyBlock = size_t{256} << 10;
 constexpr int64_t kWriteBehind = int64_t{8} << 20;
-
-std::system_error os_error(const std::string& path) { return {errno, std::generic_category(), path}; }
 
 }  // namespace
 
@@ -63,7 +60,7 @@ void OutFile::write(const char* data, size_t n) {
     n -= w;
   }
 #if defined(__linux__)
-  // Let the disk begin while we go on; sync() then has little left to wait for.
+  // Start writing to the disk now, so that sync() does not wait long.
   if (digest_.bytes - started_ >= kWriteBehind) {
     ::sync_file_range(fd_, started_, digest_.bytes - started_, SYNC_FILE_RANGE_WRITE);
     started_ = digest_.bytes;

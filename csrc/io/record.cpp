@@ -5,8 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <system_error>
 
 #include "io/error.h"
 #include "io/snappy.h"
@@ -16,8 +14,6 @@ namespace shoal {
 namespace {
 
 constexpr size_t kBlock = size_t{2} << 20;
-
-std::system_error os_error(const std::string& path) { return {errno, std::generic_category(), path}; }
 
 }  // namespace
 
@@ -93,7 +89,7 @@ Chunk::Payload Chunk::payload(size_t i, const std::string& path) const {
   std::memcpy(&stored, header + kRecordHeader + n, 4);
   if (mask_crc(crc32c(header + kRecordHeader, n)) != stored) {
     throw DataError(path + ": record " + std::to_string(first + static_cast<int64_t>(i)) +
-                    ": its checksum does not fit its bytes; the file is corrupt" + place(i));
+                    ": its checksum does not match its bytes; the file is corrupt" + place(i));
   }
   return {header + kRecordHeader, n};
 }
@@ -104,8 +100,8 @@ bool ChunkReader::next(Chunk* chunk) {
   chunk->bytes.clear();
   chunk->offset = offset_;
   chunk->unpacked = snappy_;
-  if (failed_) return false;  // another thread reports it
-  failed_ = true;             // until we come through
+  if (failed_) return false;  // another thread reports the error
+  failed_ = true;             // until this call succeeds
   Bytes& bytes = chunk->bytes;
   bytes.append(rest_.data(), rest_.size());
   rest_.clear();
@@ -121,7 +117,7 @@ bool ChunkReader::next(Chunk* chunk) {
       std::memcpy(&stored, bytes.data() + place + 8, 4);
       if (mask_crc(crc32c(bytes.data() + place, 8)) != stored) {
         bytes_.fail(record() +
-                    ": the checksum of its length does not fit; the file is corrupt or not a file of records" + at());
+                    ": the checksum of its length does not match; the file is corrupt or not a file of records" + at());
       }
       if (n > bytes.size() - place - kRecordHeader || bytes.size() - place - kRecordHeader - n < kRecordFooter) break;
       chunk->starts.push_back(place);

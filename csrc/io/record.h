@@ -15,12 +15,12 @@
 
 namespace shoal {
 
-static_assert(std::endian::native == std::endian::little, "files are little-endian and written as they lie in memory");
+static_assert(std::endian::native == std::endian::little, "files are little-endian and written as they are in memory");
 
 constexpr size_t kRecordHeader = 12;
 constexpr size_t kRecordFooter = 4;
 
-// The payload of `n` bytes stands at record + kRecordHeader already: writes header and footer around it.
+// Writes header and footer around the payload of `n` bytes, which is already at record + kRecordHeader.
 inline void frame_record(char* record, uint64_t n) {
   const uint32_t payload_crc = mask_crc(crc32c(record + kRecordHeader, n));
   std::memcpy(record, &n, 8);
@@ -29,13 +29,13 @@ inline void frame_record(char* record, uint64_t n) {
   std::memcpy(record + kRecordHeader + n, &payload_crc, 4);
 }
 
-// Bytes at the end of which room can be made without filling it first.
+// A byte buffer that can grow without initializing the new bytes.
 class Bytes {
  public:
   const char* data() const { return data_.get(); }
   size_t size() const { return size_; }
   void clear() { size_ = 0; }
-  // Makes the size n larger; returns where the new bytes begin, whatever they are.
+  // Grows by n bytes, which are not initialized; returns where they begin.
   char* extend(size_t n) {
     if (capacity_ - size_ < n) {
       const size_t capacity = std::max(size_ + n, capacity_ + capacity_ / 2);
@@ -57,22 +57,22 @@ class Bytes {
   size_t capacity_ = 0;
 };
 
-// Bytes of a file in order, as they lie on disk or out of Snappy blocks. Every failure names the file.
+// The bytes of a file in order, as they are on disk or unpacked from Snappy blocks. Every error names the file.
 class ByteReader {
  public:
-  // Throws std::system_error when the file cannot be opened.
+  // Throws std::system_error if the file cannot be opened.
   ByteReader(std::string path, bool snappy);
   ~ByteReader();
   ByteReader(const ByteReader&) = delete;
   ByteReader& operator=(const ByteReader&) = delete;
 
-  // Appends at least one byte, usually about a block's worth; false at the end of the file. No claim that the file
-  // makes about a length is believed beyond the bytes that are there.
+  // Appends at least one byte, usually about a block; false at the end of the file. Lengths in the file are checked
+  // against the bytes that it has.
   bool append(Bytes* out);
   const std::string& path() const { return path_; }
-  // Bytes of the file that were not read yet.
+  // Bytes of the file that have not been read yet.
   int64_t left() const { return size_ - digest_.bytes; }
-  const FileDigest& digest() const { return digest_; }  // of what was read; of the file once append() was false
+  const FileDigest& digest() const { return digest_; }  // of the bytes read; of the file once append() was false
   [[noreturn]] void fail(const std::string& what) const;
 
  private:
@@ -86,33 +86,33 @@ class ByteReader {
   std::vector<char> block_;
 };
 
-// A run of whole records, their headers checked; payloads are checked by payload().
+// A run of complete records with checked headers; payload() checks the payloads.
 struct Chunk {
   Bytes bytes;
   std::vector<size_t> starts;  // of the headers
-  int64_t first = 0;           // how many records of the file come before
-  int64_t offset = 0;          // of bytes.data(), in the file or in what its blocks unpack to
-  bool unpacked = false;       // the latter
+  int64_t first = 0;           // the number of earlier records in the file
+  int64_t offset = 0;          // of bytes.data(), in the file or in its unpacked blocks
+  bool unpacked = false;       // in the unpacked blocks
 
   // ", at byte N" of record i, for messages.
   std::string place(size_t i) const { return place_at(offset + static_cast<int64_t>(starts[i]), unpacked); }
   static std::string place_at(int64_t byte, bool unpacked) {
-    return ", at byte " + std::to_string(byte) + (unpacked ? " of what its blocks unpack to" : "");
+    return ", at byte " + std::to_string(byte) + (unpacked ? " of its unpacked blocks" : "");
   }
 
   struct Payload {
     const char* data;
     size_t size;
   };
-  // Throws DataError when the checksum does not fit.
+  // Throws DataError if the checksum does not match.
   Payload payload(size_t i, const std::string& path) const;
 };
 
-// Cuts a file into chunks. Several threads may call next() of one file; each chunk goes to one of them.
+// Cuts a file into chunks. Several threads may call next(); each chunk goes to one of them.
 class ChunkReader {
  public:
   ChunkReader(std::string path, bool snappy) : bytes_(std::move(path), snappy), snappy_(snappy) {}
-  // False when the file has ended. Throws DataError when it ends inside a record or a header is corrupt.
+  // False at the end of the file. Throws DataError if it ends inside a record or a header is corrupt.
   bool next(Chunk* chunk);
   const std::string& path() const { return bytes_.path(); }
   const FileDigest& digest() const { return bytes_.digest(); }  // of the file, once next() was false
@@ -120,7 +120,7 @@ class ChunkReader {
  private:
   std::mutex mutex_;
   ByteReader bytes_;
-  Bytes rest_;  // the beginning of a record whose end was not read yet
+  Bytes rest_;  // the beginning of a record whose end has not been read yet
   int64_t records_ = 0;
   int64_t offset_ = 0;  // of rest_
   const bool snappy_;

@@ -113,7 +113,7 @@ size_t read_length(const char* data, size_t n, uint64_t* length) {
       return i + 1;
     }
   }
-  throw DataError("a Snappy block begins with no valid length");
+  throw DataError("a Snappy block does not begin with a valid length");
 }
 
 }  // namespace
@@ -186,7 +186,7 @@ void snappy_decompress(const char* data, size_t n, char* out, uint64_t length) {
       throw corrupt();
     }
     const char* from = out - offset;
-    if (offset >= 8 && static_cast<size_t>(limit - out) >= size + 8) {  // whole words; may write past, never read past
+    if (offset >= 8 && static_cast<size_t>(limit - out) >= size + 8) {  // copies words, so it may write past `size`
       for (size_t i = 0; i < size; i += 8) std::memcpy(out + i, from + i, 8);
     } else {
       for (size_t i = 0; i < size; ++i) out[i] = from[i];

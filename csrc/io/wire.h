@@ -1,4 +1,4 @@
-// Protobuf's wire format: reading that checks every length, writing by hand.
+// Protobuf's wire format: a reader that checks every length, and functions to write fields.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -21,7 +21,7 @@ inline char* put_varint(uint64_t v, char* out) {
   return out;
 }
 
-// A message on its way through. Each function is false when the bytes are no message; nothing is read past the end.
+// A message that is being read. Each function returns false for malformed bytes and never reads past the end.
 struct Reader {
   const uint8_t* p;
   const uint8_t* end;
@@ -63,7 +63,7 @@ struct Reader {
     return true;
   }
 
-  // Past the value of a field that nobody asked for.
+  // Skips the value of an unknown field.
   bool skip(uint32_t field_tag, int depth = 0) {
     uint64_t v;
     Reader inner{};

@@ -1,4 +1,4 @@
-// A gRPC call as the front end's threads and those who answer see it.
+// A gRPC call, shared by the front end's threads and those that answer it.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -19,7 +19,7 @@ inline int64_t now_ns() {
       .count();
 }
 
-// Status codes of gRPC that the front end itself gives.
+// Status codes of gRPC that native code uses.
 enum Code : int {
   kOk = 0,
   kCancelled = 1,
@@ -32,8 +32,8 @@ enum Code : int {
 
 struct Method {
   std::string path;
-  bool streams;  // its messages are handed on one by one as they come; else a call has one, and is handed on with it
-  bool batches;  // it may be answered in a batch
+  bool streams;  // its messages are passed on one by one; otherwise a call has one message and is passed on with it
+  bool batches;  // its calls may be answered in batches
 };
 
 struct Peer {
@@ -41,7 +41,7 @@ struct Peer {
   std::string common_name;  // of the client's certificate
 };
 
-// Why a call is told of by itself.
+// Why a call is logged or traced individually.
 enum Noted : uint8_t { kSampled = 1, kTraced = 2 };
 
 struct Call {
@@ -53,12 +53,12 @@ struct Call {
   Metadata metadata;
   std::string message;
   std::string encoding;              // of compressed messages
-  bool compressed = false;           // the message is
-  std::atomic<bool> watched{false};  // Python was told of it, and hears of its end
+  bool compressed = false;           // whether the message is
+  std::atomic<bool> watched{false};  // Python has it and is notified of its end
   uint8_t noted = 0;
   int64_t arrived_ns = 0;
   int64_t deadline_ns = 0;         // 0: none
-  std::atomic<bool> ended{false};  // it was cancelled, ran out of time, or has its answer
+  std::atomic<bool> ended{false};  // it was cancelled or answered, or its deadline has passed
 };
 using CallPtr = std::shared_ptr<Call>;
 
@@ -74,7 +74,7 @@ struct Reply {
 };
 
 constexpr size_t kPrefix = 5;  // bytes before each message: whether it is compressed, and its size
-// Room for a message of `size` bytes behind its prefix.
+// The prefix of a message of `size` bytes, and room for the message after it.
 inline std::string framed(size_t size) {
   std::string out(kPrefix + size, '\0');
   for (int i = 0; i < 4; ++i) out[1 + i] = static_cast<char>(size >> (24 - 8 * i));

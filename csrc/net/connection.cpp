@@ -6,18 +6,17 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <stdexcept>
 
 #include "net/grpc.h"
 
 namespace shoal::net {
 namespace {
 
-constexpr size_t kOutBytes = 256 << 10;  // taken from the session at a time
-constexpr int kWindow = 1 << 20;         // bytes that a call's message may be ahead
+constexpr size_t kOutBytes = 256 << 10;  // bytes to take from the session at a time
+constexpr int kWindow = 1 << 20;         // bytes of a call's message that a client may send ahead
 constexpr int kConnectionWindow = 16 << 20;
 constexpr size_t kMaxHeaderBytes = 64 << 10;
-constexpr size_t kFirstBytes = 64 << 10;  // of a message that are made room for before they come
+constexpr size_t kFirstBytes = 64 << 10;  // bytes to allocate for a message before it arrives
 
 nghttp2_nv header(std::string_view name, std::string_view value, uint8_t flags = NGHTTP2_NV_FLAG_NONE) {
   return {reinterpret_cast<uint8_t*>(const_cast<char*>(name.data())),
@@ -35,21 +34,21 @@ struct Connection::Stream {
   explicit Stream(int32_t id) : id(id) {}
   const int32_t id;
   CallPtr call = std::make_shared<Call>();
-  // the request
+  // The request:
   std::string path, verb, content_type;
   size_t header_bytes = 0;
   bool bad_timeout = false;
   uint8_t prefix[kPrefix];
-  size_t prefix_bytes = 0;  // of the message that comes
+  size_t prefix_bytes = 0;  // of the current message
   bool compressed = false;
   size_t message_left = 0;
-  int messages = 0;  // that are whole
+  int messages = 0;  // complete ones
   std::string partial;
-  int64_t held = 0;       // bytes of it that the front end has been told of
-  bool received = false;  // all of it
+  int64_t held = 0;       // bytes of `partial` that CallSink::hold counts
+  bool received = false;  // the request is complete
   bool counted = false;
   int64_t progress_ns = 0;
-  // the answer
+  // The answer:
   bool responding = false;  // its headers were submitted
   bool answered = false;    // its status is known
   std::string out;
@@ -59,7 +58,7 @@ struct Connection::Stream {
   Metadata trailing;
 };
 
-// What nghttp2 calls. Whatever is thrown ends the connection, not the server.
+// Callbacks of nghttp2. An exception ends the connection, not the server.
 struct Connection::Callbacks {
   static Connection* of(void* user) { return static_cast<Connection*>(user); }
   static Stream* stream(nghttp2_session* session, int32_t id) {
@@ -92,7 +91,7 @@ struct Connection::Callbacks {
       const std::string_view text(reinterpret_cast<const char*>(value), value_size);
       mine->header_bytes += name_size + value_size + 32;
       if (mine->header_bytes > kMaxHeaderBytes) return static_cast<int>(NGHTTP2_ERR_TEMPORAL_CALLBACK_FAILURE);
-      if (frame->headers.cat != NGHTTP2_HCAT_REQUEST) return 0;  // trailers of a request say nothing
+      if (frame->headers.cat != NGHTTP2_HCAT_REQUEST) return 0;  // trailers of a request are ignored
       if (key == ":path") mine->path = text;
       if (key == ":method") mine->verb = text;
       if (key == "content-type") mine->content_type = text;
@@ -112,16 +111,18 @@ struct Connection::Callbacks {
     Stream* mine = stream(session, frame->hd.stream_id);
     if (!mine) return 0;
     return guarded([&] {
-      if (frame->hd.type == NGHTTP2_HEADERS && frame->headers.cat == NGHTTP2_HCAT_REQUEST)
-        if (const int failed = of(user)->begin(mine)) return failed;
-      if (frame->hd.flags & NGHTTP2_FLAG_END_STREAM) return of(user)->finish(mine);
+      if (frame->hd.type == NGHTTP2_HEADERS && frame->headers.cat == NGHTTP2_HCAT_REQUEST) of(user)->begin(mine);
+      if (frame->hd.flags & NGHTTP2_FLAG_END_STREAM) of(user)->finish(mine);
       return 0;
     });
   }
   static int data_chunk(nghttp2_session* session, uint8_t, int32_t id, const uint8_t* data, size_t size, void* user) {
     Stream* mine = stream(session, id);
     if (!mine) return 0;
-    return guarded([&] { return of(user)->feed(mine, data, size); });
+    return guarded([&] {
+      of(user)->feed(mine, data, size);
+      return 0;
+    });
   }
   static int stream_close(nghttp2_session* session, int32_t id, uint32_t, void* user) {
     Stream* mine = stream(session, id);
@@ -132,7 +133,7 @@ struct Connection::Callbacks {
       return 0;
     });
   }
-  // An answer that ends before its request does: the rest is not wanted.
+  // If the answer ended before its request, discards the rest of the request.
   static int frame_send(nghttp2_session* session, const nghttp2_frame* frame, void*) {
     if (!(frame->hd.flags & NGHTTP2_FLAG_END_STREAM)) return 0;
     if (frame->hd.type != NGHTTP2_HEADERS && frame->hd.type != NGHTTP2_DATA) return 0;
@@ -215,9 +216,8 @@ Connection::Connection(Loop* loop, CallSink* sink, const Limits& limits, uint64_
       {NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE, kWindow},
       {NGHTTP2_SETTINGS_MAX_FRAME_SIZE, 256 << 10},
       {NGHTTP2_SETTINGS_MAX_HEADER_LIST_SIZE, kMaxHeaderBytes},
-      {NGHTTP2_SETTINGS_ENABLE_PUSH, 0},
   };
-  nghttp2_submit_settings(session_, NGHTTP2_FLAG_NONE, settings, std::size(settings) - 1);  // servers do not push
+  nghttp2_submit_settings(session_, NGHTTP2_FLAG_NONE, settings, std::size(settings));
   nghttp2_session_set_local_window_size(session_, NGHTTP2_FLAG_NONE, 0, kConnectionWindow);
 }
 
@@ -255,7 +255,7 @@ bool Connection::readable(char* scratch, size_t size) {
     if (!handshake()) return false;
     if (!secured_) return true;
   }
-  // After some rounds it is the others' turn: epoll tells again of what is left in the socket.
+  // After some rounds other connections get a turn: epoll reports again that the socket has data.
   for (int round = 0; round < 8 || (tls_ && tls_->has_pending()); ++round) {
     const ssize_t got = tls_ ? tls_->read(scratch, size) : ::recv(fd_, scratch, size, 0);
     if (got == 0) return false;
@@ -268,7 +268,7 @@ bool Connection::readable(char* scratch, size_t size) {
 
 bool Connection::receive(const char* data, size_t size) {
   const ssize_t used = nghttp2_session_mem_recv(session_, reinterpret_cast<const uint8_t*>(data), size);
-  if (used < 0) {  // the session says goodbye if it can
+  if (used < 0) {  // the session sends a GOAWAY if it can
     flush();
     return false;
   }
@@ -333,7 +333,7 @@ bool Connection::check(int64_t now) {
 
 // --- calls ---------------------------------------------------------------------------------------------------------
 
-int Connection::begin(Stream* stream) {
+void Connection::begin(Stream* stream) {
   stream->progress_ns = now_ns();
   Call& call = *stream->call;
   call.loop = loop_;
@@ -355,10 +355,9 @@ int Connection::begin(Stream* stream) {
     if (call.deadline_ns) sink_->set_timer(call.deadline_ns, id_, stream->id);
     if (call.method->streams) sink_->arrived(stream->call);
   }
-  return 0;
 }
 
-int Connection::feed(Stream* stream, const uint8_t* data, size_t size) {
+void Connection::feed(Stream* stream, const uint8_t* data, size_t size) {
   stream->progress_ns = now_ns();
   Call& call = *stream->call;
   while (size && !stream->answered) {
@@ -368,23 +367,24 @@ int Connection::feed(Stream* stream, const uint8_t* data, size_t size) {
       stream->prefix_bytes += count;
       data += count;
       size -= count;
-      if (stream->prefix_bytes < kPrefix) return 0;
+      if (stream->prefix_bytes < kPrefix) return;
       stream->compressed = stream->prefix[0] == 1;
       const size_t length = static_cast<size_t>(stream->prefix[1]) << 24 | stream->prefix[2] << 16 |
                             stream->prefix[3] << 8 | stream->prefix[4];
       if (stream->prefix[0] > 1) {
-        refuse(stream, kInternal, "the first byte of a message must be 0 or 1");
-        return 0;
+        refuse(stream, kInternal,
+               "the first byte of a message must be 0 or 1, got " + std::to_string(stream->prefix[0]));
+        return;
       }
       if (static_cast<int64_t>(length) > limits_.max_message) {
         refuse(stream, kResourceExhausted,
                "Received message larger than max (" + std::to_string(length) + " vs. " +
                    std::to_string(limits_.max_message) + ")");
-        return 0;
+        return;
       }
       if (!call.method->streams && stream->messages) {
         refuse(stream, kInternal, "a call of this method must have one message, got more");
-        return 0;
+        return;
       }
       stream->message_left = length;
       stream->partial.clear();
@@ -400,9 +400,9 @@ int Connection::feed(Stream* stream, const uint8_t* data, size_t size) {
       if (sink_->hold(static_cast<int64_t>(count)) > limits_.max_arriving) {
         release(stream);
         stream->partial = {};
-        refuse(stream, kResourceExhausted, "too many bytes of requests are on their way to this server");
+        refuse(stream, kResourceExhausted, "this server has too many bytes of incomplete requests; try again later");
       }
-      return 0;
+      return;
     }
     release(stream);
     stream->prefix_bytes = 0;
@@ -415,7 +415,6 @@ int Connection::feed(Stream* stream, const uint8_t* data, size_t size) {
       call.compressed = stream->compressed;
     }
   }
-  return 0;
 }
 
 void Connection::release(Stream* stream) {
@@ -423,9 +422,9 @@ void Connection::release(Stream* stream) {
   stream->held = 0;
 }
 
-int Connection::finish(Stream* stream) {
+void Connection::finish(Stream* stream) {
   stream->received = true;
-  if (stream->answered) return 0;
+  if (stream->answered) return;
   if (stream->prefix_bytes) {
     refuse(stream, kInternal, "the request ended within a message");
   } else if (stream->call->method->streams) {
@@ -435,7 +434,6 @@ int Connection::finish(Stream* stream) {
   } else {
     sink_->arrived(stream->call);
   }
-  return 0;
 }
 
 void Connection::refuse(Stream* stream, int code, std::string details) {
@@ -461,7 +459,7 @@ void Connection::expire(int32_t id) {
 
 void Connection::reply(Reply&& reply) {
   const auto found = streams_.find(reply.stream);
-  if (found == streams_.end() || found->second->answered) return;  // its client has gone
+  if (found == streams_.end() || found->second->answered) return;  // the call has ended
   send(found->second.get(), std::move(reply));
 }
 

@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <stdexcept>
 
 #include "net/grpc.h"
@@ -13,19 +15,19 @@ namespace shoal::net {
 Front::Front(Options options) : options_(std::move(options)), lanes_(this, options_.lanes, options_.generation) {
   if (!options_.tls.certificate.empty()) tls_ = TlsContext::make(options_.tls);
   event_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (event_fd_ < 0) throw std::runtime_error("no descriptor is left");
+  if (event_fd_ < 0) throw std::runtime_error(std::string("eventfd: ") + std::strerror(errno));
   add_descriptor(event_fd_);
   for (int i = 0; i < std::max(1, options_.threads); ++i) loops_.push_back(std::make_unique<Loop>(this, i));
 }
 
 Front::~Front() {
   close();
-  loops_.clear();  // they use what is declared after them
+  loops_.clear();  // first, since they use members that are declared after them
   if (!forked_) ::close(event_fd_);
 }
 
 void Front::add_method(std::string path, bool streams, bool batches) {
-  if (started_) throw std::logic_error("methods are added before the front end starts");
+  if (started_) throw std::logic_error("Front.add_method must be called before start()");
   methods_[path] = Method{path, streams, batches};
 }
 
@@ -35,7 +37,7 @@ void Front::listen(int fd) {
 }
 
 void Front::start() {
-  if (started_ || closed_) throw std::logic_error("a front end starts once");
+  if (started_ || closed_) throw std::logic_error("Front.start must be called only once, and before close()");
   started_ = true;
   for (int fd : listeners_) loops_[0]->listen(fd);
   for (auto& loop : loops_) loop->start();
@@ -55,7 +57,7 @@ void Front::close() {
   while (!listeners_.empty()) close_listener(listeners_.back());
 }
 
-void Front::close_listener(int fd) {  // of the first loop's thread, or when there is none
+void Front::close_listener(int fd) {  // called by the first loop's thread, or when no thread runs
   remove_descriptor(fd);
   ::close(fd);
   listeners_.erase(std::find(listeners_.begin(), listeners_.end(), fd));
@@ -85,8 +87,8 @@ std::vector<Event> Front::take_events() {
   return taken;
 }
 
-void Front::tell(Told kind, const CallPtr& call, std::string message, bool compressed) {
-  if (kind == Told::call) call->watched = true;
+void Front::notify(EventKind kind, const CallPtr& call, std::string message, bool compressed) {
+  if (kind == EventKind::call) call->watched = true;
   bool first;
   {
     const std::lock_guard lock(events_mutex_);
@@ -118,7 +120,7 @@ bool Front::may_batch(const Call& call) const {
   if (call.compressed || static_cast<int64_t>(call.message.size()) > options_.lanes.max_bytes) return false;
   std::string_view bearer;
   for (const auto& [key, value] : call.metadata) {
-    if (key.starts_with("shoal-")) return false;  // it wants something special
+    if (key.starts_with("shoal-")) return false;  // a header that Python handles
     if (key == "authorization") bearer = value;
   }
   if (!options_.wants_identity) return true;
@@ -134,7 +136,8 @@ bool Front::admits(const Call& call) const {
   for (const auto& [key, value] : call.metadata)
     if (key == "authorization") bearer = value;
   std::string_view caller;
-  for (size_t i = 0; i < options_.names.size() && !bearer.empty(); ++i)  // all are compared: the time tells nothing
+  for (size_t i = 0; i < options_.names.size() && !bearer.empty();
+       ++i)  // compare all, so that the time reveals nothing
     if (same_secret(options_.bearers[i], bearer)) caller = options_.names[i];
   if (caller.empty()) caller = call.peer->common_name;
   if (caller.empty()) {
@@ -155,7 +158,7 @@ void Front::hand_out(int fd, std::string address) {
 
 void Front::bounce(const std::vector<CallPtr>& calls) {
   for (const CallPtr& call : calls)
-    if (!call->ended) tell(Told::call, call);
+    if (!call->ended) notify(EventKind::call, call);
 }
 
 void Front::send(std::vector<std::pair<Loop*, Reply>> replies) {
@@ -185,7 +188,7 @@ void Front::remove_descriptor(int fd) {
   descriptors_.erase(fd);
 }
 
-// A child has none of the threads: it gives up its copies of the descriptors, and nothing here works any more.
+// A child does not have the threads: it closes its copies of the descriptors and cannot use this object.
 void Front::at_fork(Fork phase) {
   if (phase == Fork::prepare) {
     descriptors_mutex_.lock();
@@ -204,7 +207,7 @@ void Front::at_fork(Fork phase) {
 }  // namespace shoal::net
 
 #ifdef SHOAL_HTTP2_STATIC
-// What the archive of nghttp2 writes its debugging output to (cmake/http2.cmake); nothing does.
+// Referenced by the archive of nghttp2 for debugging output (cmake/http2.cmake); never called.
 #include <cstdio>
 extern "C" __attribute__((visibility("hidden"))) FILE* shoal_http2_stderr;
 FILE* shoal_http2_stderr = nullptr;

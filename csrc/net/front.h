@@ -1,6 +1,5 @@
-// The server's front end: threads that speak HTTP/2, calls for Python, and calls that are answered in batches.
+// The server's front end: threads for HTTP/2, calls for Python, and calls that are answered in batches.
 #pragma once
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -16,10 +15,10 @@
 
 namespace shoal::net {
 
-// What Python is told of a call.
-enum class Told { call, message, half_close, end };
+// An event of a call, for Python.
+enum class EventKind { call, message, half_close, end };
 struct Event {
-  Told kind;
+  EventKind kind;
   CallPtr call;
   std::string message;
   bool compressed = false;
@@ -31,25 +30,25 @@ class Front : public LaneOwner {
     int threads = 1;
     Limits limits;
     LaneLimits lanes;
-    TlsFiles tls;                      // no certificate: none
-    bool wants_identity = false;       // calls without one are left to Python, which refuses them
-    std::vector<std::string> bearers;  // what an authorization header may be
-    std::vector<std::string> names;    // of those who send them
-    std::shared_ptr<Rates> rates;      // of callers; none: as many requests as they like
-    // Counted up by whoever changes which version of a model answers.
+    TlsFiles tls;                      // without a certificate: no TLS
+    bool wants_identity = false;       // calls without an identity go to Python, which refuses them
+    std::vector<std::string> bearers;  // accepted authorization headers
+    std::vector<std::string> names;    // the callers that send them
+    std::shared_ptr<Rates> rates;      // limits of callers; null: none
+    // Incremented whenever another version of a model begins to answer.
     std::shared_ptr<const std::atomic<int64_t>> generation = std::make_shared<std::atomic<int64_t>>(0);
   };
   explicit Front(Options options);
   ~Front();
 
   void add_method(std::string path, bool streams, bool batches);  // before start
-  void listen(int fd);                                            // takes it over; before start
+  void listen(int fd);                                            // takes ownership of it; before start
   void start();
-  void drain();           // no further connections; clients are told to ask elsewhere
+  void drain();           // accepts no further connections; asks clients to call another server
   void close();           // ends everything
-  int64_t calls() const;  // that were taken and have no answer
+  int64_t calls() const;  // calls without an answer
   int64_t connections() const;
-  int64_t hold(int64_t change) { return held_ += change; }  // bytes of requests that have not come as a whole
+  int64_t hold(int64_t change) { return held_ += change; }  // bytes of incomplete requests
 
   // For Python: a descriptor that is readable when there are events, and the events.
   int event_fd() const { return event_fd_; }
@@ -58,14 +57,14 @@ class Front : public LaneOwner {
 
   Lanes& lanes() { return lanes_; }
 
-  // Of the loops, and of batches.
+  // For the loops and batches:
   const Options& options() const { return options_; }
   const Method* method(std::string_view path) const;
   bool may_batch(const Call& call) const;
-  bool admits(const Call& call) const;  // whether its caller has not asked too often
+  bool admits(const Call& call) const;  // whether the caller is within its rate limit
   Notes& notes() { return notes_; }
   void note(std::vector<Note> notes) override { notes_.add(std::move(notes)); }
-  void tell(Told kind, const CallPtr& call, std::string message = {}, bool compressed = false);
+  void notify(EventKind kind, const CallPtr& call, std::string message = {}, bool compressed = false);
   void close_listener(int fd);
   void hand_out(int fd, std::string address);
   TlsContext* tls() { return tls_.get(); }

@@ -1,7 +1,5 @@
 #include "net/grpc.h"
 
-#include <algorithm>
-
 namespace shoal::net {
 
 int64_t parse_timeout(std::string_view text) {

@@ -108,15 +108,15 @@ bool Batch::plan() {
 
 void Batch::join_into(const std::vector<uint8_t*>& out) const {
   if (out.size() != inputs_.size())
-    throw std::invalid_argument("there must be an address for each of the " + std::to_string(inputs_.size()) +
-                                " inputs, got " + std::to_string(out.size()));
+    throw std::invalid_argument("there must be one address per input, " + std::to_string(inputs_.size()) + ", got " +
+                                std::to_string(out.size()));
   for (size_t i = 0; i < out.size(); ++i) join(parts_[i], *value_kind(inputs_[i].dtype), joined_[i], out[i]);
 }
 
 void Batch::predict() {
   try {
     fits_ = try_predict();
-  } catch (const std::exception&) {  // Python says what is wrong with each
+  } catch (const std::exception&) {  // Python reports the error for each request
     fits_ = false;
   }
 }
@@ -128,7 +128,7 @@ bool Batch::try_predict() {
   thread_local Predictor::Results results;
   if (const RequestReader* reader = predictor.parts().reader) {
     const RawBatch made = read(*reader);
-    if (!made.total) return calls_.empty();  // each was given back, or has no rows
+    if (!made.total) return calls_.empty();  // all were given back, or have no rows
     predictor.run(use, made, &results);
   } else {
     thread_local std::vector<std::vector<uint8_t>> values;
@@ -177,7 +177,10 @@ std::vector<std::array<int64_t, 4>> Batch::parts(int64_t max_rows) const {
 }
 
 void Batch::answer(size_t first, size_t count, std::string_view spec, const std::vector<Output>& outputs) {
-  if (first + count > rows_.size() || rows_.size() != calls_.size()) throw std::invalid_argument("no such requests");
+  if (first + count > rows_.size() || rows_.size() != calls_.size())
+    throw std::invalid_argument("the requests to answer must be within 0.." + std::to_string(rows_.size()) +
+                                ", those that were read, got " + std::to_string(count) + " from " +
+                                std::to_string(first));
   std::vector<std::pair<Loop*, Reply>> replies;
   std::vector<Note> notes;
   replies.reserve(count);

@@ -9,12 +9,12 @@
 namespace shoal::net {
 namespace {
 
-constexpr int kProbe = 200;           // a batch in so many waits although waiting did not pay lately
-constexpr int64_t kSlow = 5'000'000;  // ns that a request waits for a running batch before it gets one of its own
-constexpr double kQuick = 1'000'000;  // ns of work that a thread which speaks HTTP/2 does itself
-constexpr double kTurn = 4'000'000;   // ns of work that a batch of another thread takes at most
+constexpr int kProbe = 200;           // one batch in this many waits for others even if that did not pay recently
+constexpr int64_t kSlow = 5'000'000;  // ns that a request waits for a running batch before another one begins
+constexpr double kQuick = 1'000'000;  // ns of work that an HTTP/2 thread does itself
+constexpr double kTurn = 4'000'000;   // ns of work in a batch of another thread, at most
 constexpr int64_t kMaxGroupBytes = 64 << 20;
-constexpr int kUnfit = 8;  // batches in a row that do not fit their binding, until Python looks at them
+constexpr int kUnfit = 8;  // failed batches in a row after which a lane is unbound
 
 const uint8_t* bytes_of(std::string_view text) { return reinterpret_cast<const uint8_t*>(text.data()); }
 
@@ -86,7 +86,7 @@ void Lanes::set_python(int64_t enough, int64_t bytes, int running) {
   max_python_ = std::max(1, running);
 }
 
-// Whether a request that waits its turn is answered before its deadline, as things go.
+// Whether a request will probably be answered before its deadline.
 bool Lanes::has_time(const Lane& lane, const Call& call, int64_t now) const {
   if (!call.deadline_ns) return true;
   const double before = lane.pace_ns * static_cast<double>(lane.queue.size() + 1) / std::max(1, lane.running);
@@ -131,7 +131,7 @@ const std::shared_ptr<const Binding>& Lanes::binding_of(Lane* lane) {
   return lane->binding;
 }
 
-// Python looks at its requests from now on.
+// Lets Python answer the lane's requests from now on.
 void Lanes::unbind(Lane* lane) {
   lane->binding = nullptr;
   left_ -= static_cast<int64_t>(lane->queue.size());
@@ -186,7 +186,7 @@ void Lanes::offer(std::vector<CallPtr>& calls, std::vector<CallPtr>* others, std
       put(&lane, calls[i], now, &wanted);
     }
     for (auto& [lane, own] : bound) {
-      // What is quick is done by the caller. What is too much for it is left to whoever has time first.
+      // The caller runs as many requests as are quick; the first free thread takes the others.
       const double most = lane->pace_ns > 0 ? kQuick / lane->pace_ns : static_cast<double>(own.size());
       const auto count = std::min(own.size(), static_cast<size_t>(most));
       for (size_t i = count; i < own.size(); ++i) put(lane, own[i], now, &wanted);
@@ -205,7 +205,7 @@ bool Lanes::is_ready(const Lane& lane, int64_t now, int64_t* until) const {
   if (lane.queue.empty()) return false;
   if (lane.binding) return true;
   if (python_running_ >= max_python_) return false;
-  // While one batch runs, another begins when it is worth it, or when the first one is slow.
+  // While one batch runs, another begins when enough requests wait, or when the first one is slow.
   const int64_t late = lane.queue.front()->arrived_ns + kSlow;
   const bool ready = lane.running
                          ? static_cast<int64_t>(lane.queue.size()) >= enough_ || now >= late
@@ -232,7 +232,7 @@ std::unique_ptr<Batch> Lanes::next_of_any(int64_t end) {
     Lane* chosen = nullptr;
     for (auto& [key, lane] : lanes_) {
       binding_of(lane.get());
-      // the one whose first request has waited longest
+      // Choose the lane whose first request has waited longest.
       if (is_ready(*lane, now, &until) &&
           (!chosen || lane->queue.front()->arrived_ns < chosen->queue.front()->arrived_ns))
         chosen = lane.get();
@@ -240,7 +240,7 @@ std::unique_ptr<Batch> Lanes::next_of_any(int64_t end) {
     if (chosen) {
       std::unique_ptr<Batch> batch = take(chosen, kTurn);
       if (!batch) continue;
-      if (!chosen->queue.empty()) ready_.notify_one();  // what is left may be worth another one
+      if (!chosen->queue.empty()) ready_.notify_one();  // another thread may take the rest
       return batch;
     }
     if (now >= end) return nullptr;
@@ -248,7 +248,7 @@ std::unique_ptr<Batch> Lanes::next_of_any(int64_t end) {
   }
 }
 
-// The first requests of a lane, of a lane that is bound as many as are answered in that time.
+// Takes the first requests of a lane; of a bound lane, as many as are answered in most_ns.
 std::unique_ptr<Batch> Lanes::take(Lane* lane, double most_ns) {
   int64_t most = limits_.max_group;
   if (lane->binding && lane->pace_ns > 0)
@@ -300,7 +300,7 @@ void Lanes::finished(const Batch& batch, int64_t took_ns) {
   {
     const std::lock_guard lock(mutex_);
     --(batch.bound() ? native_running_ : python_running_);
-    more = !batch.bound();  // another lane may have waited for that
+    more = !batch.bound();  // another lane may have waited for Python
     if (batch.holder_) batch.holder_->waiting -= static_cast<int64_t>(batch.taken_);
     const auto found = by_id_.find(batch.lane());
     if (found == by_id_.end()) return;

@@ -1,4 +1,5 @@
-// Requests that ask alike wait together: each lane is one spelling of a model, its signature and the outputs wanted.
+// Queues of requests that can run in one batch: each lane is for one model spec and set of wanted outputs, as the
+// requests spell them.
 #pragma once
 #include <array>
 #include <atomic>
@@ -20,50 +21,50 @@
 namespace shoal::net {
 
 struct LaneLimits {
-  int64_t max_group = 256;      // requests of a batch
-  int64_t max_lanes = 256;      // spellings; requests of others are Python's
-  int64_t max_bytes = 4 << 20;  // larger requests are Python's
-  int64_t max_waiting = 1024;   // requests of one lane that may wait; more are refused
-  int64_t window_ns = 950'000;  // that the first of a batch waits for others, when others are likely to come
+  int64_t max_group = 256;      // requests per batch
+  int64_t max_lanes = 256;      // requests that would need another lane go to Python
+  int64_t max_bytes = 4 << 20;  // larger requests go to Python
+  int64_t max_waiting = 1024;   // requests of one model that may wait; more are refused
+  int64_t window_ns = 950'000;  // how long the first request of a batch waits for others, if others are likely
   int max_python = 4;           // batches that Python runs at a time
-  int cores = 1;                // that there are for batches
+  int cores = 1;                // for native batches
 };
 
-// How a lane is answered without Python, for as long as nothing changes which version its requests get.
+// How a lane is answered without Python, while `generation` is current.
 struct Binding {
   std::shared_ptr<const Predictor> predictor;
-  std::string spec;             // of answers
-  std::vector<size_t> outputs;  // that are wanted, by their number; all where there is none
+  std::string spec;             // the model spec in answers
+  std::vector<size_t> outputs;  // the numbers of the wanted outputs; empty: all
   int64_t generation = 0;
 };
 
-// What was answered without Python: counts of requests by the time they took, and of batches by their size.
+// Requests answered without Python, counted by the time they took, and their batches, counted by size.
 struct LaneCounts {
   static constexpr int kTimes = 160, kSizes = 24;
-  std::array<int64_t, kTimes> times{};             // from 2^(i/4) ns on
-  std::array<int64_t, kSizes> requests{}, rows{};  // from 2^i on
+  std::array<int64_t, kTimes> times{};             // bin i begins at about 2^(i/4) ns
+  std::array<int64_t, kSizes> requests{}, rows{};  // bin i begins at 2^i
   static int time_of(int64_t ns);
   void add(const LaneCounts& other);
 };
 
-// The requests of a model that wait, in all of its lanes.
+// The waiting requests in all lanes of a model.
 struct LaneModel {
-  int64_t limit = -1;  // -1: as all
+  int64_t limit = -1;  // -1: LaneLimits::max_waiting
   int64_t waiting = 0;
 };
 
-// Answers for those who wait, and the way back for those that a batch cannot answer.
+// Sends answers, and returns requests that a batch cannot answer.
 class LaneOwner {
  public:
   virtual ~LaneOwner() = default;
-  virtual void bounce(const std::vector<CallPtr>& calls) = 0;  // Python answers them one by one
+  virtual void bounce(const std::vector<CallPtr>& calls) = 0;  // lets Python answer them one by one
   virtual void send(std::vector<std::pair<Loop*, Reply>> replies) = 0;
-  virtual void note(std::vector<Note>) {}  // answers that are told of one by one
+  virtual void note(std::vector<Note>) {}  // requests that are logged or traced one by one
 };
 
 class Lanes;
 
-// Requests of one lane that run together. Whatever has no answer when it goes is given back to Python.
+// Requests of one lane that run together. The destructor gives requests without an answer to Python.
 class Batch {
  public:
   // With a `holder` the requests still count as waiting.
@@ -77,13 +78,13 @@ class Batch {
   size_t size() const { return calls_.size(); }
   bool bound() const { return binding_ != nullptr; }
 
-  // Answers all requests of a lane that is bound, or gives them back to Python. Never throws.
+  // Answers all requests of a bound lane, or gives them to Python. Never throws.
   void predict();
 
-  // The inputs of a model of features. Requests that are not as they should be are given back.
+  // The inputs of a model with raw features. Gives malformed requests to Python.
   RawBatch read(const RequestReader& reader);
 
-  // The inputs of any other model, joined by their names: false where the requests do not go together.
+  // The inputs of any other model, joined by name. plan() returns false if the requests cannot be joined.
   struct Input {
     std::string alias;
     int64_t dtype;
@@ -93,14 +94,13 @@ class Batch {
   const std::vector<Input>& inputs() const { return inputs_; }
   void join_into(const std::vector<uint8_t*>& out) const;
 
-  const std::vector<int64_t>& rows() const { return rows_; }  // of each request, once they were read or planned
-  // (first request, number of them, first row, number of rows) of parts with at most so many rows, or of one request
+  // (first request, number of requests, first row, number of rows) of parts with at most max_rows rows, or one request.
   std::vector<std::array<int64_t, 4>> parts(int64_t max_rows) const;
-  // Answers `count` requests from `first` on; `outputs` begin with the first's rows.
+  // Answers `count` requests from `first` on; `outputs` begin with the rows of the first.
   void answer(size_t first, size_t count, std::string_view spec, const std::vector<Output>& outputs);
   // Gives them to Python.
   void bounce(size_t first, size_t count);
-  // Seconds from the arrival of each request to its answer, of all that were answered.
+  // For each answered request: the seconds from its arrival to its answer.
   const std::vector<double>& seconds() const { return seconds_; }
 
  private:
@@ -126,43 +126,42 @@ class Batch {
 
 class Lanes {
  public:
-  // `generation` is counted up by whoever changes which version requests get; bindings of others are not used.
+  // `generation` is incremented whenever another version begins to answer; bindings of other generations are not used.
   Lanes(LaneOwner* owner, LaneLimits limits, std::shared_ptr<const std::atomic<int64_t>> generation)
       : owner_(owner), limits_(limits), generation_(std::move(generation)) {}
 
-  // The key of a request: its model spec and the names of the outputs it wants, as they were written. Empty for
-  // requests that are unusual or broken.
+  // The key of a request: the bytes of its model spec and output filters. Empty for unusual or malformed requests.
   static std::string key_of(std::string_view message);
 
-  // The lane of requests with a key; made where it is new. `model`: whose limit it shares; -1 where there are too many.
+  // The lane of requests with this key, created if it is new; -1 if there are too many. Lanes of a model share a limit.
   int64_t add(const std::string& key, const std::string& model);
-  void remove(int64_t lane);  // who waits there is given to Python
-  // For batches of Python: while one of a lane runs, another one begins when so many requests wait; the requests of one
-  // take so many bytes at most (one request may take more), and so many batches run at a time.
+  void remove(int64_t lane);  // gives its waiting requests to Python
+  // For Python's batches: while a batch of a lane runs, another begins when `enough` requests wait; a batch has at most
+  // `bytes` (a single request may have more), and at most `running` batches run at a time.
   void set_python(int64_t enough, int64_t bytes, int running);
   void set_limit(const std::string& model, int64_t max_waiting);  // of one model
 
-  // Answers the requests of a lane without Python from now on. False where the binding is of a former generation.
+  // Answers the requests of a lane without Python from now on. False if the binding's generation is not current.
   bool bind(int64_t lane, Binding binding);
 
-  // Puts requests into their lanes. What is left: those without one, those that are refused, and batches for the caller
-  // to run, at once: they take less time than to hand them over.
+  // Puts requests into their lanes. Returns those without a lane, those that are refused, and batches that the caller
+  // must run at once, since they take less time than passing them to another thread.
   void offer(std::vector<CallPtr>& calls, std::vector<CallPtr>* others, std::vector<CallPtr>* refused,
              std::vector<std::unique_ptr<Batch>>* now);
 
-  // Requests that are waiting to be answered without Python: somebody has left them for others.
+  // Whether requests of bound lanes wait for a thread.
   bool has_left() const { return left_.load(std::memory_order_relaxed) > 0; }
-  // Some of them, as many as `offer` would have given; null where there are none.
+  // Some of them, as many as `offer` would have returned; null if there are none.
   std::unique_ptr<Batch> take_left();
 
-  // The next batch for Python, or null after `timeout_ns` or when stopped. Runs those that are not for Python itself.
+  // The next batch for Python, or null after `timeout_ns` or stop(). Runs batches of bound lanes itself.
   std::unique_ptr<Batch> next(int64_t timeout_ns);
-  void stop();  // next() returns null from now on; who waits is given to Python
+  void stop();  // next() returns null from now on; gives waiting requests to Python
   int64_t waiting();
   int64_t refused() const { return refused_.load(); }
   LaneOwner* owner() { return owner_; }
   void finished(const Batch& batch, int64_t took_ns);
-  // (lane, counts) since the last call, of those that have any.
+  // (lane, counts) since the last call, for lanes with any.
   std::vector<std::pair<int64_t, LaneCounts>> take_counts();
 
  private:
@@ -172,15 +171,15 @@ class Lanes {
     LaneModel* model;
     std::deque<CallPtr> queue;
     int running = 0;
-    int64_t ready_ns = 0;      // when the first of the next batch has waited enough
-    int64_t gap_ns = 1 << 30;  // between requests, lately
+    int64_t ready_ns = 0;      // when the first request of the next batch has waited long enough
+    int64_t gap_ns = 1 << 30;  // recent average between requests
     int64_t arrived_ns = 0;
-    double company = 1;  // requests that a batch which waited had, lately
+    double company = 1;  // recent average of requests in batches that waited
     int since_probe = 0;
     bool waited = false;
-    double pace_ns = 0;  // of one request, lately
+    double pace_ns = 0;  // recent average per request
     std::shared_ptr<const Binding> binding;
-    int unfit = 0;  // batches in a row that could not be answered by the binding
+    int unfit = 0;  // batches in a row that the binding could not answer
     LaneCounts counts;
     bool counted = false;
   };
@@ -199,7 +198,7 @@ class Lanes {
   int python_running_ = 0, native_running_ = 0;
   int64_t enough_ = 64, python_bytes_ = 64 << 20;
   int max_python_ = limits_.max_python;
-  std::atomic<int64_t> left_{0};  // in the queues of lanes that are bound
+  std::atomic<int64_t> left_{0};  // requests in the queues of bound lanes
   std::mutex mutex_;
   std::condition_variable ready_;
   std::unordered_map<std::string, std::unique_ptr<Lane>> lanes_;

@@ -22,7 +22,7 @@ constexpr uint64_t kWake = 1;
 constexpr uint64_t kListener = uint64_t{1} << 32;  // | descriptor
 constexpr uint64_t kConnection = uint64_t{1} << 62;
 constexpr int64_t kSecond = 1'000'000'000;
-constexpr int64_t kGoodbye = kSecond / 20;  // after the notice, for calls that are on their way
+constexpr int64_t kGoodbye = kSecond / 20;  // after the shutdown notice, for calls that were sent before it arrived
 
 std::string text_of(const sockaddr_storage& address) {
   char text[INET6_ADDRSTRLEN] = "";
@@ -41,7 +41,7 @@ std::string text_of(const sockaddr_storage& address) {
 
 void set_socket(int fd) {
   const int on = 1, idle = 60, every = 20, tries = 3;
-  const int taken_ms = 60'000;  // bytes that nobody acknowledges for so long: the other end has gone
+  const int taken_ms = 60'000;  // without an acknowledgement for so long, the other end is gone
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
@@ -89,7 +89,7 @@ void Loop::join() {
 }
 
 void Loop::forget() {
-  thread_ = nullptr;  // there is none to be joined
+  thread_ = nullptr;  // the child does not have the thread
   epoll_ = wake_ = -1;
   for (auto& [id, connection] : connections_) (void)connection.release();  // their descriptors are closed already
   connections_.clear();
@@ -160,7 +160,7 @@ void Loop::run() {
   for (;;) {
     try {
       turn();
-    } catch (const std::exception&) {  // out of memory, most likely: what was in hand is lost, the loop is not
+    } catch (const std::exception&) {  // probably out of memory: the loop must continue
     }
     const std::lock_guard lock(mutex_);
     if (stopping_) break;
@@ -210,7 +210,7 @@ void Loop::turn() {
       batch->predict();
       batch = nullptr;
     }
-    for (const CallPtr& call : others) front_->tell(Told::call, call);
+    for (const CallPtr& call : others) front_->notify(EventKind::call, call);
     refuse(refused, "too many requests of this model are waiting; try again later or elsewhere");
   }
   if (!too_many_.empty()) {
@@ -312,7 +312,7 @@ void Loop::open(int fd, std::string address) {
     epoll_event event{made->interest, {.u64 = kConnection | id}};
     if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event)) {
       front_->remove_descriptor(fd);
-      return;  // the connection closes it
+      return;  // the connection's destructor closes the descriptor
     }
     touch(made.get());
     connections_[id] = std::move(made);
@@ -354,7 +354,7 @@ void Loop::settle(Connection* connection) {
 
 void Loop::close(Connection* connection) {
   front_->remove_descriptor(connection->fd());
-  connections_.erase(connection->id());  // which closes the descriptor, and so leaves epoll
+  connections_.erase(connection->id());  // closes the descriptor, which removes it from epoll
   count_ = connections_.size();
 }
 
@@ -377,17 +377,17 @@ void Loop::arrived(const CallPtr& call) {
   if (call->method->batches && front_->may_batch(*call)) {
     batched_.push_back(call);
   } else {
-    front_->tell(Told::call, call);
+    front_->notify(EventKind::call, call);
   }
 }
 
 void Loop::message(const CallPtr& call, std::string message, bool compressed) {
-  front_->tell(Told::message, call, std::move(message), compressed);
+  front_->notify(EventKind::message, call, std::move(message), compressed);
 }
 
-void Loop::half_closed(const CallPtr& call) { front_->tell(Told::half_close, call); }
+void Loop::half_closed(const CallPtr& call) { front_->notify(EventKind::half_close, call); }
 
-void Loop::ended(const CallPtr& call) { front_->tell(Told::end, call); }
+void Loop::ended(const CallPtr& call) { front_->notify(EventKind::end, call); }
 
 void Loop::set_timer(int64_t deadline_ns, uint64_t connection, int32_t stream) {
   timers_.emplace(deadline_ns, connection, stream);

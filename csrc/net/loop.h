@@ -1,4 +1,4 @@
-// A thread that waits on some of the connections and does all that is done with them.
+// A thread that waits for some of the connections and does all work on them.
 #pragma once
 #include <memory>
 #include <mutex>
@@ -23,7 +23,7 @@ class Loop : public CallSink {
   // From any thread.
   void post(std::vector<Reply> replies);
   void adopt(int fd, std::string address);
-  void drain();  // connections are told to ask elsewhere; calls are answered
+  void drain();  // asks clients to call another server; open calls are still answered
   void stop();   // ends the thread and all connections
   void listen(int fd);
   void start();
@@ -32,8 +32,8 @@ class Loop : public CallSink {
   size_t connections() const { return count_.load(std::memory_order_relaxed); }
   int64_t calls() const { return calls_.load(std::memory_order_relaxed); }
 
-  // Of its own thread.
-  static thread_local Loop* current;  // that of the calling thread, if it is one's
+  // For its own thread:
+  static thread_local Loop* current;  // the calling thread's loop, or null
   void deliver(std::vector<Reply> replies);
   const Method* method(std::string_view path) const override;
   void count(int change) override;
@@ -66,15 +66,15 @@ class Loop : public CallSink {
   std::unordered_map<uint64_t, std::unique_ptr<Connection>> connections_;
   std::vector<uint64_t> dirty_;
   std::vector<CallPtr> batched_;   // calls of this turn that may be answered in batches
-  std::vector<CallPtr> too_many_;  // whose callers have asked too often
+  std::vector<CallPtr> too_many_;  // calls beyond their caller's rate limit
   std::set<std::tuple<int64_t, uint64_t, int32_t>> timers_;
   uint64_t next_id_ = 16;
   int64_t checked_ns_ = 0, goodbye_ns_ = 0;
   std::vector<char> scratch_;
   std::atomic<size_t> count_{0};
-  std::atomic<int64_t> calls_{0};  // written by its own thread alone
+  std::atomic<int64_t> calls_{0};  // written only by its own thread
 
-  std::mutex mutex_;  // guards what other threads leave here
+  std::mutex mutex_;  // guards the members below, which other threads write
   std::vector<Reply> posted_;
   std::vector<std::pair<int, std::string>> adopted_;
   bool draining_ = false, stopping_ = false, woken_ = false;

@@ -1,4 +1,4 @@
-// Requests that are told of one by one, in the access log or in a trace, although they are answered in batches.
+// Requests that are logged or traced one by one although they are answered in batches.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -29,8 +29,8 @@ struct Note {
 
 class Notes {
  public:
-  // Which calls are noted from now on: one in `log_every` for the access log; those that bring a trace context, and one
-  // in `trace_every` of the others, for traces. 0: none; -1: those with a context alone.
+  // Sets which calls are noted from now on: one in `log_every` for the access log (0: none); for traces, one in
+  // `trace_every` and all with a trace context (0: none; -1: only those with a context).
   void wants(int64_t log_every, int64_t trace_every) {
     log_every_ = log_every;
     trace_every_ = trace_every;
@@ -57,7 +57,7 @@ class Notes {
       notes_.push_back(std::move(each));
     }
   }
-  // What was noted since, and how many more there were.
+  // The notes since the last call, and the number of notes that were dropped.
   std::pair<std::vector<Note>, int64_t> take() {
     const std::lock_guard lock(mutex_);
     std::pair<std::vector<Note>, int64_t> taken{std::move(notes_), dropped_};
@@ -67,7 +67,7 @@ class Notes {
   }
 
  private:
-  static constexpr size_t kMaxNotes = 16384;  // between two looks
+  static constexpr size_t kMaxNotes = 16384;  // between two calls of take()
   std::atomic<int64_t> log_every_{0}, trace_every_{0}, count_{0};
   std::mutex mutex_;
   std::vector<Note> notes_;

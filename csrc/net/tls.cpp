@@ -17,7 +17,7 @@ namespace shoal::net {
 #ifdef SHOAL_OPENSSL
 namespace {
 
-// Left alone by clang-format, which lays such a list out anew each time.
+// Not formatted, since clang-format would change the complete list with each addition.
 // clang-format off
 #define SHOAL_TLS_FUNCTIONS(X) \
   X(TLS_server_method) X(SSL_CTX_new) X(SSL_CTX_free) X(SSL_CTX_ctrl) X(SSL_CTX_set_options) \

@@ -1,5 +1,5 @@
-// TLS for accepted connections, by the OpenSSL that the process has or the system brings: it is not linked, so that
-// its security updates are the system's.
+// TLS for accepted connections, with the OpenSSL of the process or the system: it is not linked, so that the system's
+// security updates apply.
 #pragma once
 #include <sys/types.h>
 
@@ -9,7 +9,7 @@
 namespace shoal::net {
 
 struct TlsFiles {
-  std::string certificate, key, client_ca;  // PEM; client_ca empty: no certificate is asked for
+  std::string certificate, key, client_ca;  // PEM; client_ca empty: clients need no certificate
 };
 
 class TlsSession {
@@ -17,10 +17,10 @@ class TlsSession {
   virtual ~TlsSession() = default;
   enum class State { done, wants_read, wants_write, failed };
   virtual State handshake() = 0;
-  // As read(2) and write(2) of a socket that does not block: -1 with errno EAGAIN where nothing can be done now.
+  // Like read(2) and write(2) of a nonblocking socket: -1 with errno EAGAIN if nothing can be done now.
   virtual ssize_t read(void* data, size_t size) = 0;
   virtual ssize_t write(const void* data, size_t size) = 0;
-  virtual bool has_pending() const = 0;  // bytes that were received, which the socket does not show any more
+  virtual bool has_pending() const = 0;  // there are received bytes that are no longer in the socket
   virtual void shutdown() = 0;
   virtual bool speaks_http2() const = 0;
   virtual std::string common_name() const = 0;
@@ -28,13 +28,13 @@ class TlsSession {
 
 class TlsContext {
  public:
-  // Throws std::runtime_error where files cannot be used, or where there is no OpenSSL 3.
+  // Throws std::runtime_error for unusable files, or without OpenSSL 3.
   static std::unique_ptr<TlsContext> make(const TlsFiles& files);
   virtual ~TlsContext() = default;
   virtual std::unique_ptr<TlsSession> accept(int fd) = 0;
 };
 
-// Whether TlsContext::make can find its library; else `why` says what is missing.
+// Whether TlsContext::make can find OpenSSL; otherwise `why` says what is missing.
 bool tls_available(std::string* why);
 
 }  // namespace shoal::net

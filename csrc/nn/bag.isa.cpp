@@ -10,7 +10,7 @@
 namespace shoal::SHOAL_ISA {
 namespace {
 
-// Floats of the widest register. GCC 12 keeps wider vectors in memory, and arrays of them, too.
+// Floats of the widest register. GCC 12 keeps wider vectors, and arrays of vectors, in memory.
 #if defined(__AVX512F__)
 constexpr int kRegister = 16;
 #elif defined(__AVX2__)
@@ -66,7 +66,7 @@ struct Columns<0> {
   void raise(const Columns&) {}
 };
 
-// some.operator()<W>(c) for columns [c, c + W) until there are `dim`. kDim: the dim, or 0 for any.
+// Calls some.operator()<W>(c) for columns [c, c + W), up to `dim`. kDim: the dim, or 0 for any.
 template <int kDim, class Some>
 inline void in_columns(int64_t dim, Some some) {
   if (kDim) return some.template operator()<kDim ? kDim : 1>(0);
@@ -80,7 +80,7 @@ inline void in_columns(int64_t dim, Some some) {
   if (dim & 1) some.template operator()<1>(c);
 }
 
-// Columns [c, c + W) of out = scale * (what is there, unless `fresh`, + the sum of n rows).
+// Columns [c, c + W) of out = scale * (out, unless `fresh`, + the sum of n rows).
 template <int W, bool kWeighted>
 inline void sum_columns(const float* const* rows, int64_t c, const float* weights, int64_t n, bool fresh, float scale,
                         float* out) {
@@ -98,8 +98,7 @@ inline void sum_columns(const float* const* rows, int64_t c, const float* weight
   sum.to(out + c);
 }
 
-// Columns [c, c + W) of out = the largest of what is there and of n rows. The first row that is not null takes the
-// place of what is there if that is `fresh`.
+// Columns [c, c + W) of out = the maximum of out, unless `fresh`, and of the n rows that are not null.
 template <int W, bool kWeighted>
 inline void max_columns(const float* const* rows, int64_t c, const float* weights, int64_t n, bool fresh, float* out) {
   auto best = fresh ? Columns<W>::zeros() : Columns<W>::of(out + c);
@@ -133,7 +132,7 @@ inline uint8_t equal_bits(const float* row, float factor, const float* best, int
   return static_cast<uint8_t>(bits);
 }
 
-// The marks of rows whose numbers are `best`.
+// Marks the columns in which rows equal `best`.
 template <bool kWeighted>
 inline void mark_rows(const float* const* rows, const float* weights, int64_t n, int64_t dim, const float* best,
                       uint8_t* marks) {
@@ -146,7 +145,7 @@ inline void mark_rows(const float* const* rows, const float* weights, int64_t n,
   }
 }
 
-// Takes the marks away that rows got before the maximum of their column was raised.
+// Removes the marks that rows got before the maximum of their column was raised.
 void unmark_rows(const int64_t* raised, int64_t begin, int64_t dim, uint8_t* marks) {
   int64_t bytes = mark_bytes(dim), last = begin;
   for (int64_t c = 0; c < dim; ++c) last = std::max(last, raised[c]);
@@ -155,7 +154,7 @@ void unmark_rows(const int64_t* raised, int64_t begin, int64_t dim, uint8_t* mar
       if (i < raised[c]) marks[i * bytes + (c >> 3)] &= static_cast<uint8_t>(~(1 << (c & 7)));
 }
 
-// Rows [here, upto) of a bag, which are `rows`, of the bag at the cursor; to: its output.
+// Rows [here, upto) of the bag at the cursor, which are `rows`; `to` is its output.
 struct Stretch {
   int64_t begin, here, upto, stop;  // the bag is [begin, stop)
   const float* const* rows;
@@ -252,10 +251,6 @@ void pool_some(const Bags& bags, BagCursor& at, int64_t first, int64_t n, const 
     }
   };
   bags.weights ? run.template operator()<true>() : run.template operator()<false>();
-}
-
-void add_to(const float* from, int64_t n, float* to) {
-  for (int64_t c = 0; c < n; ++c) to[c] += from[c];
 }
 
 }  // namespace shoal::SHOAL_ISA

@@ -10,7 +10,7 @@ namespace shoal {
 // sample i and the dot products of all pairs of its factors. sums [n, dim] keeps the columns' sums for the gradient.
 void fm(const float* rows, int64_t n, int64_t features, int64_t dim, float* sums, float* out);
 
-// grad_rows = grad_flat (or 0 where it is null) + the gradient of fm for grad [n].
+// grad_rows = grad_flat (zeros if null) + the gradient of fm for grad [n].
 void fm_gradient(const float* rows, const float* sums, const float* grad, const float* grad_flat, int64_t n,
                  int64_t features, int64_t dim, float* grad_rows);
 

@@ -9,15 +9,14 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t kRound = 64;  // rows whose cache lines are on their way
+constexpr int64_t kRound = 64;  // rows that are prefetched together
 
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
 
-// Some bags of one feature.
+// Pools some bags of one feature.
 void pool_feature(const BagsAt& bags, int64_t feature, int64_t begin, int64_t end, const float* flat, float* out) {
   const int64_t* offsets = bags.offsets + feature * bags.bags;
   const Bags own{.offsets = offsets,
-                 .bags = bags.bags,
                  .dim = bags.dim,
                  .pool = bags.combiners[feature],
                  .weights = bags.weights,
@@ -43,7 +42,7 @@ void pool_feature(const BagsAt& bags, int64_t feature, int64_t begin, int64_t en
   SHOAL_DISPATCH(pool_some)(own, cursor, last, 0, nullptr, out + bags.columns[feature]);  // empty bags at the end
 }
 
-// body(feature, begin, end) for the bags [begin, end) of all.
+// Calls body(feature, begin, end) for the bags [begin, end), which are counted over all features.
 void by_feature(const BagsAt& bags, int64_t begin, int64_t end, FunctionRef<void(int64_t, int64_t, int64_t)> body) {
   for (int64_t upto; begin < end; begin = upto) {
     const int64_t feature = begin / bags.bags, first = feature * bags.bags;
@@ -66,36 +65,47 @@ std::vector<float> scratch_of(const BagsAt& bags) {
 void check_marks(const BagsAt& bags) {
   if (bags.ids && !bags.marks &&
       std::find(bags.combiners.begin(), bags.combiners.end(), Pool::max) != bags.combiners.end())
-    refuse("the gradient of max needs the marks of its forward");
+    refuse("the gradient of max needs the marks that its forward wrote, got none");
 }
 
 }  // namespace
 
 void BagsAt::check() const {
-  if (dim < 1 || features < 1 || bags < 0) refuse("bags must have a feature and rows of at least one float");
+  if (dim < 1 || features < 1 || bags < 0)
+    refuse("there must be dim >= 1, features >= 1 and bags >= 0, got " + std::to_string(dim) + ", " +
+           std::to_string(features) + " and " + std::to_string(bags));
   if (static_cast<int64_t>(combiners.size()) != features || static_cast<int64_t>(columns.size()) != features)
-    refuse("there must be one combiner and one column per feature");
+    refuse("there must be one combiner and one column per feature, " + std::to_string(features) + ", got " +
+           std::to_string(combiners.size()) + " and " + std::to_string(columns.size()));
   for (size_t f = 0; f < combiners.size(); ++f) {
-    if (combiners[f] < Pool::sum || combiners[f] > Pool::max) refuse("combiner must be one of 0 to 4");
+    if (combiners[f] < Pool::sum || combiners[f] > Pool::max)
+      refuse("the combiner of feature " + std::to_string(f) + " must be 0..4, got " +
+             std::to_string(static_cast<int>(combiners[f])));
     const int64_t length = combiners[f] == Pool::firstn ? (f < lengths.size() ? lengths[f] : 0) : 1;
-    if (length < 1 || length > width) refuse("the length of firstn must be at least 1 and fit the width");
+    if (length < 1 || length > width)
+      refuse("the length of firstn must be 1.." + std::to_string(width) + ", got " + std::to_string(length));
     if (columns[f] < 0 || columns[f] + length * dim > width)
-      refuse("column " + std::to_string(columns[f]) + " does not fit the width");
+      refuse("the columns of feature " + std::to_string(f) + " must be within 0.." + std::to_string(width) + ", got " +
+             std::to_string(length * dim) + " columns from " + std::to_string(columns[f]));
   }
   const int64_t all = features * bags;
-  if (offsets[0] != 0 || offsets[all] != ids) refuse("offsets must rise from 0 to the number of ids");
+  if (offsets[0] != 0 || offsets[all] != ids)
+    refuse("offsets must rise from 0 to the number of ids, " + std::to_string(ids) + ", got " +
+           std::to_string(offsets[0]) + ".." + std::to_string(offsets[all]));
   for (int64_t b = 0; b < all; ++b) {
     if (offsets[b] > offsets[b + 1]) refuse("offsets must never fall, but do at bag " + std::to_string(b));
   }
   if (in_order) {
-    if (ids * dim > floats) refuse("there must be one row per id in the buffer of " + std::to_string(floats));
-    if (ids && padding && !keys) refuse("padding needs the ids");
+    if (ids * dim > floats)
+      refuse("there must be one row per id, " + std::to_string(ids * dim) + " floats, got " + std::to_string(floats));
+    if (ids && padding && !keys) refuse("padding needs the ids, got none");
     return;
   }
   int32_t last = -1;
   for (int64_t i = 0; i < ids; ++i) last = std::max(last, at[i]);
   if (last >= 0 && last + dim > floats)
-    refuse("a row lies outside the buffer of " + std::to_string(floats) + " floats");
+    refuse("offset " + std::to_string(last) + " + dim " + std::to_string(dim) + " is outside the buffer of " +
+           std::to_string(floats) + " floats");
 }
 
 void pool_at(const BagsAt& bags, const float* flat, float* out) {
@@ -110,13 +120,13 @@ void add_pooled_at(const BagsAt& bags, const float* grad, float* flat) {
   bags.check();
   check_marks(bags);
   const int64_t all = bags.features * bags.bags;
-  if (bags.in_order) {  // every row is of one id
+  if (bags.in_order) {  // every row belongs to one id
     return parallel_for(all, grain(bags), [&](int64_t begin, int64_t end) {
       SHOAL_DISPATCH(add_some_pooled_at)(bags, begin, end, 0, bags.floats, grad, scratch_of(bags).data(), flat);
     });
   }
-  // Every part owns the rows that begin in a range of the buffer and looks at all ids: a row is summed by one thread,
-  // in order. The ranges have about as many ids as each other.
+  // Every part owns the rows that begin in a range of the buffer and reads all ids: a row is summed by one thread, in
+  // order. The ranges have about equal numbers of ids.
   constexpr int64_t kMost = 8;
   const int64_t parts = bags.ids * bags.dim < 1 << 16 ? 1 : std::min<int64_t>(num_threads(), kMost);
   int64_t bounds[kMost + 1] = {0};

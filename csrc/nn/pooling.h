@@ -1,4 +1,4 @@
-// Bags of rows that are somewhere in one flat buffer, pooled straight out of it, and their gradients added into it.
+// Pooling bags of rows straight from a flat buffer, and adding their gradients to it.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -15,15 +15,15 @@ struct BagsAt {
   // equal *padding have none.
   const int32_t* at = nullptr;
   bool in_order = false;
-  const int64_t* keys = nullptr;                    // [ids], needed where there is padding
+  const int64_t* keys = nullptr;                    // [ids], needed with padding
   const int64_t* padding = nullptr;                 // or null
   const int64_t* offsets;                           // [features * bags + 1]
   int64_t ids, features, bags, dim, width, floats;  // floats of the flat buffer
   std::vector<Pool> combiners;
   std::vector<int64_t> columns;
-  std::vector<int64_t> lengths = {};  // of firstn; may be empty where no feature is one
+  std::vector<int64_t> lengths = {};  // for firstn; may be empty without it
   const float* weights = nullptr;     // [ids] or null
-  uint8_t* marks = nullptr;           // [ids, mark_bytes(dim)] of max: written by pool_at if given, read by gradients
+  uint8_t* marks = nullptr;           // [ids, mark_bytes(dim)] for max: pool_at writes them, gradients read them
 
   bool is_there(int64_t i) const { return in_order ? !padding || keys[i] != *padding : at[i] >= 0; }
   int64_t row(int64_t i) const { return in_order ? i * dim : at[i]; }  // its first float
@@ -33,14 +33,14 @@ struct BagsAt {
 };
 
 void pool_at(const BagsAt& bags, const float* flat, float* out);
-// Adds to flat what grad [bags, width] means for each row, ids in order. Nothing else of it is written.
+// Adds the gradient of each row, from grad [bags, width], to flat, ids in order.
 void add_pooled_at(const BagsAt& bags, const float* grad, float* flat);
-// Writes what grad means for each weight, of rows that are in flat.
+// Writes the gradient of each weight; the rows are in flat.
 void weigh_pooled_at(const BagsAt& bags, const float* grad, const float* flat, float* of_weights);
 
 SHOAL_PER_ISA(
-    // Of bags [begin, end), those of feature 0 first, and of the rows that begin in [low, high). scratch: a row of
-    // zeros, and room for two others.
+    // The same for bags [begin, end), counted over all features, and for rows that begin in [low, high). scratch: a row
+    // of zeros, and room for two others.
     void add_some_pooled_at(const BagsAt& bags, int64_t begin, int64_t end, int64_t low, int64_t high,
                             const float* grad, float* scratch, float* flat);
     void weigh_some_pooled_at(const BagsAt& bags, int64_t begin, int64_t end, const float* grad, const float* flat,

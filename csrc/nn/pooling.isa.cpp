@@ -3,11 +3,12 @@
 #include <algorithm>
 
 #include "table/rows/gradients.h"
+#include "table/rows/optimizers.h"
 
 namespace shoal::SHOAL_ISA {
 namespace {
 
-// A bag of all, and its gradient.
+// Bag number `bag` of all features, and its gradient.
 inline PooledBag bag_of(const BagsAt& bags, int64_t bag, const float* grad, const float* zeros) {
   const int64_t feature = bag / bags.bags;
   const Pool pool = bags.combiners[feature];
@@ -39,9 +40,9 @@ void add_some_pooled_at(const BagsAt& bags, int64_t begin, int64_t end, int64_t 
           } else if (factor != 1.0f) {
             scaled(own, factor, bags.dim, product);
           } else {
-            return add_to(own, bags.dim, flat + row);
+            return add(own, bags.dim, flat + row);
           }
-          add_to(product, bags.dim, flat + row);
+          add(product, bags.dim, flat + row);
         });
   }
 }

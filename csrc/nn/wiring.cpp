@@ -10,11 +10,11 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t kGrain = 2048;  // ids, and bags, that are worth waking a thread for
+constexpr int64_t kGrain = 2048;  // ids and bags that are worth waking a thread for
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
 
-// Whether `offsets` rise from bag `begin` to `end`, and stay within [0, n].
+// Throws unless `offsets` of bags `begin` to `end` never fall and are within [0, n].
 void check_offsets(const int64_t* offsets, int64_t begin, int64_t end, int64_t n) {
   int64_t falls = 0;
   for (int64_t b = begin; b < end; ++b) falls += offsets[b + 1] < offsets[b];
@@ -23,26 +23,29 @@ void check_offsets(const int64_t* offsets, int64_t begin, int64_t end, int64_t n
     if (offsets[b + 1] < offsets[b])
       refuse("offsets must never fall, but entry " + std::to_string(b + 1) + " is " + std::to_string(offsets[b + 1]) +
              " after " + std::to_string(offsets[b]));
-  refuse("offsets must be between 0 and the number of ids, " + std::to_string(n));
+  refuse("offsets must be 0.." + std::to_string(n) + ", the number of ids, got " + std::to_string(offsets[begin]) +
+         ".." + std::to_string(offsets[end]));
 }
 
 }  // namespace
 
 Wiring::Wiring(std::vector<Feature> features, int64_t width, std::optional<int64_t> padding)
     : features_(std::move(features)), width_(width), padding_(padding) {
-  if (features_.empty()) refuse("there must be at least one feature");
+  if (features_.empty()) refuse("there must be at least one feature, got none");
   dim_ = features_[0].table->layout().dim;
   for (const Feature& feature : features_) {
     if (feature.table->layout().dim != dim_)
       refuse("all tables must have the dim " + std::to_string(dim_) + ", got " +
              std::to_string(feature.table->layout().dim));
-    if (feature.pool < Pool::sum || feature.pool > Pool::max) refuse("the combiner must be one of 0 to 4");
+    if (feature.pool < Pool::sum || feature.pool > Pool::max)
+      refuse("the combiner must be 0..4, got " + std::to_string(static_cast<int>(feature.pool)));
     if (feature.length < 1 || (feature.length > 1 && feature.pool != Pool::firstn) ||
         feature.length > (int64_t{1} << 31))
-      refuse("the length of firstn must be at least 1, got " + std::to_string(feature.length));
+      refuse("the length of a feature must be 1..2^31 with firstn and 1 otherwise, got " +
+             std::to_string(feature.length));
     const int64_t last = width_ - dim_ * feature.length;
     if (feature.column < 0 || (width_ && feature.column > last))
-      refuse("columns must be between 0 and width - dim, " + std::to_string(last) + ", got " +
+      refuse("the first column of a feature must be 0.." + std::to_string(last) + ", got " +
              std::to_string(feature.column));
   }
 }
@@ -56,7 +59,7 @@ void Wiring::rows(const int64_t* ids, int64_t n, const int64_t* counts, Missing 
   }
   if (total != n)
     refuse("counts must add up to the number of ids, " + std::to_string(n) + ", got " + std::to_string(total));
-  if (missing == Missing::zeros) missing = Missing::none;  // which are copied as zeros
+  if (missing == Missing::zeros) missing = Missing::none;  // copy_rows writes zeros for them
   const int64_t* padding = padding_ ? &*padding_ : nullptr;
   parallel_for(n, kGrain, [&](int64_t begin, int64_t end) {
     auto feature = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
@@ -80,12 +83,11 @@ void Wiring::pooled(const int64_t* ids, int64_t n, const int64_t* offsets, int64
     refuse("offsets must end at the number of ids, " + std::to_string(n) + ", got " + std::to_string(offsets[all]));
   const int64_t* padding = padding_ ? &*padding_ : nullptr;
 
-  // Some bags of one feature.
+  // Pools some bags of one feature.
   auto pool = [&](int64_t number, int64_t begin, int64_t end) {
     const Feature& feature = features_[static_cast<size_t>(number)];
     const int64_t* own = offsets + number * bags;
     const Bags of_feature{.offsets = own,
-                          .bags = bags,
                           .dim = dim_,
                           .pool = feature.pool,
                           .weights = weights,
@@ -107,7 +109,7 @@ void Wiring::pooled(const int64_t* ids, int64_t n, const int64_t* offsets, int64
   const int64_t parts = std::clamp<int64_t>(work / kGrain, 1, int64_t{4} * num_threads());
   auto part_begin = [&](int64_t part) {
     if (part == parts) return all;
-    int64_t low = 0, high = all;  // the first bag with so much work before it
+    int64_t low = 0, high = all;  // find the first bag with that much work before it
     for (const int64_t before = work / parts * part; low < high;) {
       const int64_t middle = (low + high) / 2;
       if (offsets[middle] + middle < before) {

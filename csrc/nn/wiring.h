@@ -1,4 +1,4 @@
-// Which table each feature of a batch reads, and where its pooled rows go: one call reads the features of many tables.
+// Which table each feature of a batch reads, and where its pooled rows go, so that one call reads many tables.
 #pragma once
 #include <cstdint>
 #include <optional>
@@ -12,8 +12,8 @@ namespace shoal {
 struct Feature {
   const Table* table;
   Pool pool = Pool::sum;
-  int64_t column = 0;  // of the output, where its pooled rows begin
-  int64_t length = 1;  // rows that firstn puts there side by side
+  int64_t column = 0;  // the output's column at which its pooled rows begin
+  int64_t length = 1;  // rows that firstn puts side by side
 };
 
 class Wiring {
@@ -22,10 +22,10 @@ class Wiring {
   Wiring(std::vector<Feature> features, int64_t width, std::optional<int64_t> padding);
 
   int64_t size() const { return static_cast<int64_t>(features_.size()); }
-  // The rows of n ids, counts[0] of feature 0 first, to out [n, dim]; zeros for padding.
+  // Writes the rows of n ids, counts[0] of feature 0 first, to out [n, dim]; zeros for padding.
   void rows(const int64_t* ids, int64_t n, const int64_t* counts, Missing missing, float* out) const;
-  // The pooled rows of size() * bags bags, all of feature 0 first, to out [bags, width]. weights: [n] or null.
-  // marks: gets those of the ids of features that are max, [n, mark_bytes(dim)]; or null.
+  // Writes the pooled rows of size() * bags bags, all of feature 0 first, to out [bags, width]. weights: [n] or null.
+  // marks: null, or gets the marks of features with max, [n, mark_bytes(dim)].
   void pooled(const int64_t* ids, int64_t n, const int64_t* offsets, int64_t bags, const float* weights,
               Missing missing, float* out, uint8_t* marks = nullptr) const;
 

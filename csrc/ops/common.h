@@ -1,5 +1,4 @@
-// What the distribution kernels share: scratch memory, row copies with the width known, errors with the value that
-// came.
+// Helpers of the distribution kernels: scratch memory, row copies of known width, errors with the given value.
 #pragma once
 #include <sys/mman.h>
 
@@ -13,8 +12,8 @@
 
 namespace shoal::ops {
 
-// Asks for huge pages under memory that is about to be written for the first time: a page fault per 4 KiB costs more
-// than the copy itself. Only whole huge pages inside the range are concerned; a refusal is harmless.
+// Asks for huge pages for memory that is about to be written for the first time: a page fault per 4 KiB takes longer
+// than the copy itself. Affects only complete huge pages within the range; a failure is harmless.
 inline void advise_huge(void* address, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHuge = 2 << 20;
@@ -45,7 +44,7 @@ inline bool outside(int64_t value, int64_t limit) {
   return static_cast<uint64_t>(value) >= static_cast<uint64_t>(limit);
 }
 
-// f(copy) with copy(dst, src) moving `bytes` bytes; common widths become plain vector moves.
+// Calls f(copy), where copy(dst, src) copies `bytes` bytes; common widths become plain vector moves.
 template <class F>
 void with_row_copy(int64_t bytes, F&& f) {
 #define SHOAL_WIDTH(n) \
@@ -68,6 +67,13 @@ void with_row_copy(int64_t bytes, F&& f) {
   }
 #undef SHOAL_WIDTH
   f([bytes](void* dst, const void* src) { std::memcpy(dst, src, static_cast<size_t>(bytes)); });
+}
+
+// Calls body(i) for i in [0, n), on several threads if `ids`, the ids of all of them, are enough.
+template <class F>
+void each_of(int64_t n, int64_t ids, F&& body) {
+  if (ids >= 8192) return parallel_parts(n, body);
+  for (int64_t i = 0; i < n; ++i) body(i);
 }
 
 // Rows per piece so that a piece moves about 256 KiB.

@@ -1,6 +1,5 @@
 #include "ops/example_wire.h"
 
-#include <algorithm>
 #include <unordered_map>
 
 #include "core/wire_fields.h"
@@ -20,7 +19,9 @@ int64_t to_v2(uint64_t v1) { return static_cast<int64_t>((v1 >> 54) << 48 | (v1 
 template <class F>
 void each_fixed64(const Reader& reader, F&& emit) {
   if (reader.type != 1 && reader.type != 2) return;
-  if (reader.bytes.size() % 8) fail("sharding_sparse_fids: the bytes of a list of ids must be a multiple of 8");
+  if (reader.bytes.size() % 8)
+    fail("sharding_sparse_fids: the bytes of a list of ids must be a multiple of 8, got " +
+         std::to_string(reader.bytes.size()));
   for (size_t at = 0; at < reader.bytes.size(); at += 8) {
     uint64_t value;
     std::memcpy(&value, reader.bytes.data() + at, 8);
@@ -107,7 +108,7 @@ void read_batch(std::string_view message, const Names& names, WireBatch& out) {
     }
   }
   if (out.batch < 0) fail("sharding_sparse_fids: batch_size must be >= 0, got " + std::to_string(out.batch));
-  int64_t unnamed = 0;  // samples of the first feature that nobody asked for, where nothing else tells the batch size
+  int64_t unnamed = 0;  // samples of the first unwanted feature: the batch size if nothing else says it
   for (std::string_view bytes : lists) {
     std::string_view name;
     bool shared = false;
@@ -127,12 +128,12 @@ void read_batch(std::string_view message, const Names& names, WireBatch& out) {
       sized = true;
     }
     if (!shared && features != out.batch) {
-      fail("sharding_sparse_fids: feature '" + std::string(name) + "' has " + std::to_string(features) +
-           " lists for a batch of " + std::to_string(out.batch));
+      fail("sharding_sparse_fids: feature '" + std::string(name) + "' must have one list per sample of a batch of " +
+           std::to_string(out.batch) + ", got " + std::to_string(features) + " lists");
     }
     if (shared && features > 1) {
-      fail("sharding_sparse_fids: shared feature '" + std::string(name) + "' has " + std::to_string(features) +
-           " lists");
+      fail("sharding_sparse_fids: shared feature '" + std::string(name) + "' must have at most one list, got " +
+           std::to_string(features));
     }
     auto& column = out.columns[f];
     column.shared = shared;

@@ -19,7 +19,7 @@ struct WireBatch {
   std::vector<Column> columns;  // per wanted feature
 };
 
-// Throws on a message that is cut off, or whose lists of a wanted feature do not fit its batch size.
+// Throws std::invalid_argument for a message that is cut off, or whose lists of a feature do not match its batch size.
 WireBatch read_wire(WireKind kind, const std::vector<std::string_view>& messages,
                     const std::vector<std::string>& features);
 

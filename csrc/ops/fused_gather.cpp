@@ -10,12 +10,12 @@
 namespace shoal::ops {
 namespace {
 
-constexpr int64_t kCached = 512 << 10;  // bytes that stay in the second-level cache without help
+constexpr int64_t kCached = 512 << 10;  // bytes; a smaller buffer stays in the second-level cache
 
 template <class Offset>
 void check_offsets(const OffsetTable& table, int64_t begin, int64_t end, int64_t size) {
   const auto* offsets = reinterpret_cast<const Offset*>(table.offsets);
-  // One pass that vectorises; the culprit is looked for only when there is one.
+  // One pass that vectorises; a second pass looks for the bad offset only if there is one.
   using Unsigned = std::make_unsigned_t<Offset>;
   if (table.width <= size) {
     const auto last = static_cast<Unsigned>(std::min<int64_t>(size - table.width, std::numeric_limits<Offset>::max()));
@@ -26,7 +26,7 @@ void check_offsets(const OffsetTable& table, int64_t begin, int64_t end, int64_t
   for (int64_t j = begin; j < end; ++j) {
     if (offsets[j] < 0 || table.width > size - offsets[j]) {
       fail("offset " + std::to_string(offsets[j]) + " (row " + std::to_string(j) + ") + width " +
-           std::to_string(table.width) + " lies outside the buffer of " + std::to_string(size) + " floats");
+           std::to_string(table.width) + " is outside the buffer of " + std::to_string(size) + " floats");
     }
   }
 }
@@ -121,8 +121,8 @@ void fused_gather_gradient(T* out, int64_t size, T scale, const std::vector<Offs
     floats += table.n * table.width;
     total += table.n;
   }
-  // Each part owns a range of the buffer, scans all offsets and adds what falls into it, clipped at the borders: every
-  // float is summed by one thread, tables and rows in order.
+  // Each part owns a range of the buffer, scans all offsets and adds the floats in its range: every float is summed by
+  // one thread, tables and rows in order.
   const int64_t parts = floats < 1 << 16 || size < 64 ? 1 : std::min<int64_t>(num_threads(), 8);
   std::vector<int64_t> bounds(parts + 1, 0);
   bounds[parts] = size;
@@ -144,7 +144,6 @@ void fused_gather_gradient(T* out, int64_t size, T scale, const std::vector<Offs
     std::fill(out + bounds[p], out + bounds[p + 1], T(0));
     for (const OffsetTable& table : tables) add_rows<T>(table, scale, bounds[p], bounds[p + 1], parts == 1, out);
   };
-  if (parts == 1) return body(0);
   parallel_parts(parts, body);
 }
 

@@ -1,4 +1,4 @@
-// Vectors of several tables cut from one flat buffer by float offsets, and the sum back into it.
+// Gathers vectors of several tables from one flat buffer by float offsets, and sums gradients back into it.
 #pragma once
 #include <cstdint>
 #include <vector>

@@ -14,22 +14,19 @@ namespace {
 
 constexpr int64_t kAhead = 16;              // ids hashed and prefetched together
 constexpr int64_t kPartitionIds = 1 << 14;  // ids per hash partition: its table stays in the second-level cache
-constexpr int64_t kLarge = 1 << 17;         // arrays from here on are partitioned
+constexpr int64_t kLarge = 1 << 17;         // ids; arrays of this size or larger are partitioned
 constexpr int64_t kPiece = 1 << 16;
 
 int log2_at_least(int64_t n) { return n <= 1 ? 0 : 64 - std::countl_zero(static_cast<uint64_t>(n - 1)); }
 
-// A table for one pass over n ids: tag << 32 | rank + 1, 0 when empty; at most half full.
+// A hash table for one pass over n ids. Slots are tag << 32 | rank + 1, or 0 if empty; at most half are used.
 class RankTable {
  public:
   explicit RankTable(int64_t n) : bits_(std::max(4, log2_at_least(n) + 1)) {
     slots_ = std::make_unique<uint64_t[]>(size_t{1} << bits_);
   }
-  void clear() { std::fill_n(slots_.get(), size_t{1} << bits_, 0); }
-  int bits() const { return bits_; }
-
-  // Ranks of ids[0..n), continuing from `count` distinct ones already in `distinct`. `hash_shift` drops the hash's top
-  // bits that a partition shares. found(i, rank, is_new) is called in order.
+  // Finds the ranks of ids[0..n), writes the distinct ids to `distinct` and returns their number. `hash_shift` drops
+  // the hash's top bits, which a partition shares. found(i, rank, is_new) is called in order.
   template <class F>
   int64_t rank_all(const int64_t* ids, int64_t n, int hash_shift, int64_t* distinct, F&& found) {
     const int shift = 64 - bits_;
@@ -50,7 +47,7 @@ class RankTable {
         for (uint64_t at = hash[k] >> shift;; at = (at + 1) & mask) {
           uint64_t slot = slots[at];
           if (slot == 0) {
-            if (count >= int64_t{0xfffffffe}) fail("more than 2^32 - 2 distinct ids in one list");
+            if (count >= int64_t{0xfffffffe}) fail("a list must have at most 2^32 - 2 distinct ids");
             slots[at] = tag | static_cast<uint64_t>(count + 1);
             distinct[count] = id;
             found(i + k, static_cast<uint32_t>(count), true);
@@ -86,8 +83,8 @@ Distinct dedup_small(const int64_t* ids, int64_t n, uint32_t* rank, int64_t* fir
   return out;
 }
 
-// Elements in partition order: a stable counting sort by the hash's top bits. get(piece_begin, piece_end, emit) calls
-// emit(id, payload) in order.
+// Elements in partition order, by a stable counting sort of the hash's top bits. get(piece_begin, piece_end, emit) must
+// call emit(id, payload) in order.
 struct Partitioned {
   int bits;
   std::vector<int64_t> begin;  // [2^bits + 1]
@@ -147,10 +144,10 @@ Distinct dedup_large(const int64_t* ids, int64_t n, uint32_t* rank, int64_t* fir
     if (parallel) return parallel_parts(units, body);
     for (int64_t u = 0; u < units; ++u) body(u);
   };
-  // Ranks inside the partition; the first occurrence is flagged by position.
+  // Ranks within the partition; first occurrences are flagged by position.
   auto is_first = std::make_unique<uint8_t[]>(static_cast<size_t>(n));
-  auto local = scratch<uint32_t>(n);    // partition order: rank inside the partition
-  auto first_of = scratch<int64_t>(n);  // partition order: position of each local rank's first occurrence
+  auto local = scratch<uint32_t>(n);    // rank within the partition, in partition order
+  auto first_of = scratch<int64_t>(n);  // position of each local rank's first occurrence, in partition order
   run(count, [&](int64_t p) {
     const int64_t begin = parts.begin[p], size = parts.begin[p + 1] - begin;
     if (size == 0) return;
@@ -176,7 +173,7 @@ Distinct dedup_large(const int64_t* ids, int64_t n, uint32_t* rank, int64_t* fir
   for (int64_t piece = 0; piece < pieces; ++piece) before[piece + 1] += before[piece];
   Distinct out;
   out.count = before[pieces];
-  if (out.count >= int64_t{0xfffffffe}) fail("more than 2^32 - 2 distinct ids in one list");
+  if (out.count >= int64_t{0xfffffffe}) fail("a list must have at most 2^32 - 2 distinct ids");
   out.ids = scratch<int64_t>(out.count);
   run(pieces, [&](int64_t piece) {
     int64_t r = before[piece];
@@ -209,7 +206,7 @@ void dedup_each(const std::vector<IdSpan>& arrays, std::vector<Distinct>& out) {
   std::vector<int64_t> order;
   const bool many = static_cast<int64_t>(arrays.size()) >= 4 * num_threads();
   for (size_t a = 0; a < arrays.size(); ++a) {
-    // With many arrays to share out, one runs on one thread until it is large enough to be the last to finish.
+    // With many arrays, each runs on one thread, unless it is so large that it would end last.
     if (arrays[a].n >= (many ? 4 * kLarge : kLarge)) {
       out[a] = dedup(arrays[a].ids, arrays[a].n, arrays[a].rank, arrays[a].first, true);
     } else {
@@ -219,25 +216,22 @@ void dedup_each(const std::vector<IdSpan>& arrays, std::vector<Distinct>& out) {
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return arrays[a].n > arrays[b].n; });
   int64_t total = 0;
   for (int64_t a : order) total += arrays[a].n;
-  auto one = [&](int64_t k) {
+  each_of(static_cast<int64_t>(order.size()), total, [&](int64_t k) {
     const IdSpan& array = arrays[order[k]];
     out[order[k]] = dedup_small(array.ids, array.n, array.rank, array.first);
-  };
-  if (total < 8192) {
-    for (size_t k = 0; k < order.size(); ++k) one(static_cast<int64_t>(k));
-  } else {
-    parallel_parts(static_cast<int64_t>(order.size()), one);
-  }
+  });
 }
 
 IdMap::IdMap(const std::vector<uintptr_t>& arrays, const std::vector<int64_t>& lengths, bool parallel) {
-  if (arrays.size() >= size_t{1} << (63 - kPositionBits)) fail("more than 2^23 lists of ids");
+  if (arrays.size() >= size_t{1} << (63 - kPositionBits))
+    fail("there must be fewer than 2^23 lists of ids, got " + std::to_string(arrays.size()));
   int64_t total = 0;
   int64_t low = std::numeric_limits<int64_t>::max(), high = std::numeric_limits<int64_t>::min();
   std::mutex mutex;
   for (size_t k = 0; k < arrays.size(); ++k) {
     const auto* ids = reinterpret_cast<const int64_t*>(arrays[k]);
-    if (lengths[k] >= int64_t{1} << kPositionBits) fail("more than 2^40 ids in one list");
+    if (lengths[k] >= int64_t{1} << kPositionBits)
+      fail("a list must have fewer than 2^40 ids, got " + std::to_string(lengths[k]));
     total += lengths[k];
     parallel_for(lengths[k], parallel ? 1 << 16 : lengths[k], [&](int64_t begin, int64_t end) {
       int64_t lo = ids[begin], hi = lo;
@@ -342,7 +336,7 @@ void IdMap::find(const int64_t* ids, int64_t n, int64_t* place) const {
     return;
   }
   const int partition_shift = 64 - partition_bits_;
-  // The entries of one group of ids are on their way while those of the group before are looked at.
+  // The entries of one group of ids are prefetched while those of the group before are read.
   struct Probe {
     const Region* region;
     const Entry* entry;

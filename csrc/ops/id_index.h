@@ -1,4 +1,4 @@
-// Finding equal ids: de-duplication in order of first occurrence, and a map from an id to the place it was given at.
+// Finding equal ids: de-duplication in order of first occurrence, and a map from an id to its first place in lists.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -13,12 +13,11 @@ struct Distinct {
   std::unique_ptr<int64_t[]> ids;  // [count]
 };
 
-// rank[i] = the rank of ids[i]; `first`, where given, gets the position of each distinct id's first occurrence and has
-// room for n. Large arrays are cut into hash partitions and worked on by several threads; the result is the same.
+// Writes the rank of ids[i] to rank[i] and, unless `first` is null, the position of each distinct id's first occurrence
+// to `first`, which has room for n. Large arrays are cut into hash partitions for several threads.
 Distinct dedup(const int64_t* ids, int64_t n, uint32_t* rank, int64_t* first, bool parallel);
 
-// One dedup per array; small arrays run side by side, large ones one after another with all threads.
-// done(a, distinct) is called once per array, from any thread.
+// One dedup per array. Small arrays run in parallel, large ones one after another on all threads.
 struct IdSpan {
   const int64_t* ids;
   int64_t n;
@@ -32,7 +31,7 @@ class IdMap {
  public:
   // Arrays are read during construction only.
   IdMap(const std::vector<uintptr_t>& arrays, const std::vector<int64_t>& lengths, bool parallel);
-  // place[j] for n ids: list index << kPositionBits | position, or -1 when absent. Prefetches; one caller's thread.
+  // Writes place[j] for n ids: list index << kPositionBits | position, or -1 if absent. Runs on the calling thread.
   void find(const int64_t* ids, int64_t n, int64_t* place) const;
 
   static constexpr int kPositionBits = 40;
@@ -50,7 +49,7 @@ class IdMap {
   void build_dense(const std::vector<uintptr_t>& arrays, const std::vector<int64_t>& lengths, bool parallel);
   void build_hashed(const std::vector<uintptr_t>& arrays, const std::vector<int64_t>& lengths, bool parallel);
 
-  // Ids that fill most of a narrow range are looked up by subtraction alone.
+  // Ids that fill a quarter or more of their range are looked up by subtraction, without a hash.
   bool dense_ = false;
   int64_t low_ = 0;
   uint64_t span_ = 0;

@@ -17,7 +17,7 @@ UniqueKeys::UniqueKeys(const int64_t* keys, const int64_t* splits, int64_t rows,
     arrays[r] = {keys + splits[r], n, rank_.get() + splits[r], nullptr};
     int64_t width;
     if (__builtin_mul_overflow(n, dims_[r], &width) || __builtin_add_overflow(floats_, width, &floats_)) {
-      fail("unique_key_with_value_and_offset: the values are more than 2^63 - 1 floats in all");
+      fail("unique_key_with_value_and_offset: all values together must have at most 2^63 - 1 floats, got more");
     }
   }
   dedup_each(arrays, distinct_);
@@ -35,7 +35,7 @@ void UniqueKeys::finish(int64_t* ids, int64_t* id_splits, int64_t* offset_splits
   }
   offset_splits[0] = 0;
   // A stable counting sort of each row's elements by rank; offset_splits doubles as the write cursor, one place ahead.
-  auto finish_row = [&](int64_t r) {
+  each_of(rows_, splits_[rows_], [&](int64_t r) {
     const int64_t n = splits_[r + 1] - splits_[r], count = distinct_[r].count;
     const uint32_t* rank = rank_.get() + splits_[r];
     std::copy_n(distinct_[r].ids.get(), count, ids + id_splits[r]);
@@ -50,18 +50,12 @@ void UniqueKeys::finish(int64_t* ids, int64_t* id_splits, int64_t* offset_splits
       offset_splits[id_splits[r] + u + 1] = total;
     }
     for (int64_t i = 0; i < n; ++i) offsets[next[rank[i]]++] = float_base[r] + i * dims_[r];
-  };
-  if (splits_[rows_] < 8192) {
-    for (int64_t r = 0; r < rows_; ++r) finish_row(r);
-  } else {
-    parallel_parts(rows_, finish_row);
-  }
+  });
 }
 
 namespace {
 
-// body(q, float offset of q's vector, its width, its position) over all elements of pos, in parallel unless told not
-// to.
+// Calls body(q, float offset of q's vector, its width, its position) for all elements of pos.
 template <class F>
 void each_element(const OffsetMap& map, bool parallel, F&& body) {
   const int64_t n = map.pos_splits[map.rows];
@@ -80,24 +74,30 @@ void each_element(const OffsetMap& map, bool parallel, F&& body) {
   });
 }
 
-void check_map(const OffsetMap& map, const char* op) {
+// Returns the number of floats of all elements.
+int64_t check_map(const OffsetMap& map, const char* op) {
   check_row_splits(map.pos_splits, map.rows, map.pos_splits[map.rows]);
+  int64_t floats = 0;
   for (int64_t r = 0; r < map.rows; ++r) {
     if (map.dims[r] < 0) fail(std::string(op) + ": dims must be >= 0, got " + std::to_string(map.dims[r]));
+    floats += (map.pos_splits[r + 1] - map.pos_splits[r]) * map.dims[r];
   }
+  return floats;
 }
 
 void check_element(const OffsetMap& map, const char* op, int64_t q, int64_t at) {
   if (outside(q, map.keys)) fail_range((std::string(op) + ": an element of pos").c_str(), q, at, map.keys);
   if (map.splits[q] < 0 || map.splits[q] > map.splits[q + 1] || map.splits[q + 1] > map.offset_count) {
-    fail(std::string(op) + ": the offsets of unique key " + std::to_string(q) + " are not a valid row");
+    fail(std::string(op) + ": the offsets of unique key " + std::to_string(q) + " must be within 0.." +
+         std::to_string(map.offset_count) + ", got " + std::to_string(map.splits[q]) + ".." +
+         std::to_string(map.splits[q + 1]));
   }
 }
 
 void check_offset(const char* op, int64_t offset, int64_t width, int64_t floats) {
   if (offset < 0 || width > floats - offset) {
     fail(std::string(op) + ": offset " + std::to_string(offset) + " + width " + std::to_string(width) +
-         " lies outside the buffer of " + std::to_string(floats) + " floats");
+         " is outside the buffer of " + std::to_string(floats) + " floats");
   }
 }
 
@@ -106,14 +106,12 @@ void check_offset(const char* op, int64_t offset, int64_t width, int64_t floats)
 void fill_with_offset_map(const OffsetMap& map, const float* value, int64_t value_size, float* buffer, int64_t floats,
                           bool disjoint) {
   constexpr const char* op = "fill_with_offset_map";
-  check_map(map, op);
-  int64_t needed = 0;
-  for (int64_t r = 0; r < map.rows; ++r) needed += (map.pos_splits[r + 1] - map.pos_splits[r]) * map.dims[r];
-  if (needed != value_size) {
+  if (const int64_t needed = check_map(map, op); needed != value_size) {
     fail(std::string(op) + ": pos and dims ask for " + std::to_string(needed) + " floats, but value has " +
          std::to_string(value_size));
   }
-  // All is checked before anything is written. An element named twice is written in order, so that the last one wins.
+  // Everything is checked before anything is written. If a key occurs twice, elements are written in order, so that the
+  // last one wins.
   std::atomic<bool> repeated{!disjoint};
   auto seen = std::make_unique<std::atomic<uint64_t>[]>(static_cast<size_t>(map.keys / 64 + 1));
   each_element(map, true, [&](int64_t q, int64_t, int64_t width, int64_t at) {
@@ -136,10 +134,7 @@ void fill_with_offset_map(const OffsetMap& map, const float* value, int64_t valu
 void fill_with_offset_map_gradient(const OffsetMap& map, const float* grad, int64_t floats, float* out,
                                    int64_t out_size) {
   constexpr const char* op = "fill_with_offset_map_gradient";
-  check_map(map, op);
-  int64_t needed = 0;
-  for (int64_t r = 0; r < map.rows; ++r) needed += (map.pos_splits[r + 1] - map.pos_splits[r]) * map.dims[r];
-  if (needed != out_size) fail(std::string(op) + ": pos and dims changed during the call");
+  if (check_map(map, op) != out_size) fail(std::string(op) + ": pos and dims changed during the call");
   each_element(map, true, [&](int64_t q, int64_t to, int64_t width, int64_t at) {
     check_element(map, op, q, at);
     std::fill_n(out + to, width, 0.f);

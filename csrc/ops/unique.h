@@ -1,4 +1,4 @@
-// Distinct keys of each row of a ragged tensor and the flat buffer that holds a value per key occurrence.
+// Distinct keys of each row of a ragged tensor, and a flat buffer with a value for each occurrence of a key.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -34,7 +34,7 @@ struct OffsetMap {
   const int64_t* offsets;
   int64_t keys, offset_count;
 };
-// Copies each element's vector to all its offsets. With `disjoint` the offsets are known not to overlap.
+// Copies each element's vector to all its offsets. `disjoint` says that offsets do not overlap.
 void fill_with_offset_map(const OffsetMap& map, const float* value, int64_t value_size, float* buffer, int64_t floats,
                           bool disjoint);
 // Sums the slices at each element's offsets.

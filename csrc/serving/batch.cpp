@@ -31,7 +31,7 @@ bool plan_part(const Part& part, const ValueKind& kind, Joined* joined) {
   bool packed = false;
   for (size_t i = 0; i < parts.lists.size(); ++i) {
     if (parts.list_fields[i] != kind.list_field) continue;
-    if (values.size) return false;  // in several lists, or as content too
+    if (values.size) return false;  // the values are in several lists, or also in the content
     values = parts.lists[i];
     packed = kind.varint;
   }
@@ -119,6 +119,13 @@ const ValueKind* value_kind(int64_t dtype) {
   for (const ValueKind& kind : kKinds)
     if (kind.dtype == dtype) return &kind;
   return nullptr;
+}
+
+const ValueKind& checked_kind(int64_t dtype) {
+  if (const ValueKind* kind = value_kind(dtype)) return *kind;
+  throw std::invalid_argument(
+      "dtype must be 1 (float), 2 (double), 3 (int32), 9 (int64) or 10 (bool) of TensorFlow's DataType, got " +
+      std::to_string(dtype));
 }
 
 bool plan_join(const std::vector<Part>& parts, const ValueKind& kind, Joined* joined) {

@@ -16,7 +16,7 @@ struct Field {
   Span span;       // the others
 };
 
-// Reads fields one after another; positions count from the start of the whole message.
+// Reads fields one after another; positions are counted from the start of the message.
 class Reader {
  public:
   Reader(const uint8_t* data, Span span) : data_(data), at_(span.begin), end_(span.begin + span.size) {}
@@ -44,9 +44,10 @@ class Reader {
         take(field, 4);
         break;
       default:
-        fail("it has wire type " + std::to_string(field->wire));
+        fail("field " + std::to_string(field->number) + " has wire type " + std::to_string(field->wire) +
+             "; only 0, 1, 2 and 5 are supported");
     }
-    if (field->number == 0) fail("it has a field of number 0");
+    if (field->number == 0) fail("a field has number 0");
     return true;
   }
 
@@ -56,19 +57,20 @@ class Reader {
   }
   void take(Field* field, uint64_t size) {
     if (size > static_cast<uint64_t>(end_ - at_))
-      fail("field " + std::to_string(field->number) + " wants " + std::to_string(size) + " bytes");
+      fail("field " + std::to_string(field->number) + " needs " + std::to_string(size) + " bytes, but " +
+           std::to_string(end_ - at_) + " are left");
     field->span = {at_, static_cast<int64_t>(size)};
     at_ += static_cast<int64_t>(size);
   }
   uint64_t varint() {
     uint64_t value = 0;
     for (int shift = 0; shift < 70; shift += 7) {
-      if (at_ >= end_) fail("a varint has no end");
+      if (at_ >= end_) fail("a varint does not end");
       const uint8_t byte = data_[at_++];
       value |= static_cast<uint64_t>(byte & 0x7f) << shift;
       if (!(byte & 0x80)) return value;
     }
-    fail("a varint is too long");
+    fail("a varint has more than ten bytes");
   }
 
   const uint8_t* data_;
@@ -82,7 +84,9 @@ constexpr size_t kMaxLists = 16;        // writers use one; a tensor in more of 
 constexpr size_t kMaxFields = 1 << 17;  // inputs and output filters of a request
 constexpr const char* kTooMany = "a list does not fit its shape, which holds ";
 
-void too_many_fields() { throw std::invalid_argument("a request has more than 131072 inputs, filters or specs"); }
+void too_many_fields() {
+  throw std::invalid_argument("a message must have at most 131072 tensors, filters and specs, got more");
+}
 
 }  // namespace
 
@@ -132,7 +136,8 @@ TensorParts tensor_parts(const uint8_t* data, Span span) {
       for (Reader shape(data, field.span); shape.next(&inner);) {
         if (inner.number == 3 && inner.wire == 0 && inner.value) parts.unknown_rank = true;
         if (inner.number != 2 || inner.wire != 2) continue;
-        if (parts.shape.size() == kMaxDims) throw std::invalid_argument("a tensor has more than 64 dimensions");
+        if (parts.shape.size() == kMaxDims)
+          throw std::invalid_argument("a tensor must have at most 64 dimensions, got more");
         int64_t length = 0;
         for (Reader reads(data, inner.span); reads.next(&dim);)
           if (dim.number == 1 && dim.wire == 0) length = static_cast<int64_t>(dim.value);
@@ -168,8 +173,8 @@ std::vector<uint8_t> tensor_values(const uint8_t* data, Span span, int64_t field
     const uint8_t* from = data + found.span.begin;
     const int64_t size = found.span.size;
     if (width && (found.wire == 0 || size % width)) {
-      throw std::invalid_argument("a list has " + std::to_string(size) + " bytes, not a multiple of " +
-                                  std::to_string(width));
+      throw std::invalid_argument("the bytes of a list must be a multiple of " + std::to_string(width) + ", got " +
+                                  std::to_string(size));
     }
     if (width) {
       room(size / width);
@@ -185,7 +190,7 @@ std::vector<uint8_t> tensor_values(const uint8_t* data, Span span, int64_t field
       varint_decode(from, size, wide.data(), more);
       append(wide.data(), 8 * more);
     } else {
-      throw std::invalid_argument("an integer has wire type " + std::to_string(found.wire));
+      throw std::invalid_argument("an integer must have wire type 0 or 2, got " + std::to_string(found.wire));
     }
   }
   return out;
@@ -193,11 +198,12 @@ std::vector<uint8_t> tensor_values(const uint8_t* data, Span span, int64_t field
 
 std::vector<Span> tensor_strings(const uint8_t* data, Span span, int64_t field, int64_t limit) {
   std::vector<Span> out;
-  out.reserve(static_cast<size_t>(std::min(limit, span.size / 2)));  // of two bytes at least
+  out.reserve(static_cast<size_t>(std::min(limit, span.size / 2)));  // a string takes at least two bytes
   Field found;
   for (Reader reader(data, span); reader.next(&found);) {
     if (static_cast<int64_t>(found.number) != field) continue;
-    if (found.wire != 2) throw std::invalid_argument("a string has wire type " + std::to_string(found.wire));
+    if (found.wire != 2)
+      throw std::invalid_argument("a string must have wire type 2, got " + std::to_string(found.wire));
     if (static_cast<int64_t>(out.size()) == limit) throw std::invalid_argument(kTooMany + std::to_string(limit));
     out.push_back(found.span);
   }

@@ -1,4 +1,4 @@
-// Where the parts of a Predict message and of its tensors lie, found without building messages.
+// Finding the parts of a Predict message and of its tensors, without building message objects.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -10,7 +10,7 @@ struct Span {
 };
 
 // The length-delimited fields of a message. Throws std::invalid_argument for bytes that are not protobuf, and for more
-// fields than any request has: what is found takes more memory than the message itself.
+// fields than any request needs, since the result takes more memory than the message.
 struct MapEntry {
   Span key, value;
 };
@@ -30,15 +30,15 @@ struct TensorParts {
   Span content;             // field 4
   std::vector<Span> lists;  // packed lists, with their field numbers; not of strings
   std::vector<int32_t> list_fields;
-  bool unpacked = false;  // some element stands alone, or there are more lists than these few
+  bool unpacked = false;  // some element is not in a list, or there are more lists than these
 };
-// Of the tensor in `span`; positions count from `data`.
+// The parts of the tensor in `span`; positions are counted from `data`.
 TensorParts tensor_parts(const uint8_t* data, Span span);
 
-// The values of list `field`, however they are spread over lists and lone elements: little-endian words of `width`
-// bytes, or with width 0 varints as int64. Throws std::invalid_argument for more than `limit` of them.
+// The values of list `field`, in any mix of packed lists and single elements: little-endian words of `width` bytes, or
+// with width 0 varints as int64. Throws std::invalid_argument for more than `limit` values.
 std::vector<uint8_t> tensor_values(const uint8_t* data, Span span, int64_t field, int64_t width, int64_t limit);
-// Where the elements of a list of strings lie.
+// Where the elements of a list of strings are.
 std::vector<Span> tensor_strings(const uint8_t* data, Span span, int64_t field, int64_t limit);
 
 }  // namespace shoal

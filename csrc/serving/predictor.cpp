@@ -14,7 +14,7 @@ int64_t rows_of(const ServedFeature& feature) {
   return feature.apart || feature.rule.pool == Pool::firstn ? feature.rule.length : 1;
 }
 
-// Offsets of bags with so many ids each.
+// The offsets of bags with `each` ids each.
 void even_offsets(int64_t bags, int64_t each, std::vector<int64_t>* offsets) {
   offsets->resize(static_cast<size_t>(bags + 1));
   for (int64_t b = 0; b <= bags; ++b) (*offsets)[static_cast<size_t>(b)] = b * each;
@@ -25,29 +25,39 @@ void even_offsets(int64_t bags, int64_t each, std::vector<int64_t>* offsets) {
 Predictor::Predictor(Parts parts, std::shared_ptr<const RowNet> net) : parts_(std::move(parts)) {
   const std::vector<int64_t>& floats = net->plan().floats();
   const auto inputs = static_cast<size_t>(net->plan().inputs());
-  if (static_cast<size_t>(net->plan().outputs()) != parts_.outputs.size()) refuse("every output must have a name");
+  if (static_cast<size_t>(net->plan().outputs()) != parts_.outputs.size())
+    refuse("there must be one name per output of the net, " + std::to_string(net->plan().outputs()) + ", got " +
+           std::to_string(parts_.outputs.size()));
   for (size_t i = 0; i < parts_.outputs.size(); ++i) {
     int64_t count = 1;
     for (int64_t size : parts_.outputs[i].shape) count *= size;
-    if (count != floats[inputs + i]) refuse("the shape of an output is not that of the net");
+    if (count != floats[inputs + i])
+      refuse("output " + parts_.outputs[i].alias + " must have " + std::to_string(floats[inputs + i]) +
+             " values per row, as in the net, got " + std::to_string(count));
   }
   for (const RowSource& source : parts_.sources) {
-    if (source.tables.empty()) refuse("a source needs a table");
+    if (source.tables.empty()) refuse("a source must have at least one table, got none");
     for (const Table* table : source.tables)
-      if (table->layout().dim != source.dim()) refuse("tables of one source must have one dim");
+      if (table->layout().dim != source.dim())
+        refuse("the tables of a source must have the same dim, got " + std::to_string(source.dim()) + " and " +
+               std::to_string(table->layout().dim));
   }
   std::vector<int64_t> filled(inputs, 0);
   for (const ServedFeature& feature : parts_.features) {
     if (feature.source >= parts_.sources.size() || feature.input >= inputs || feature.rule.length < 1)
-      refuse("a feature has no such source or input");
+      refuse("a feature must have a source below " + std::to_string(parts_.sources.size()) + ", an input below " +
+             std::to_string(inputs) + " and a length >= 1, got " + std::to_string(feature.source) + ", " +
+             std::to_string(feature.input) + " and " + std::to_string(feature.rule.length));
     const int64_t width = rows_of(feature) * parts_.sources[feature.source].dim();
     if (feature.column < 0 || feature.column + width > floats[feature.input])
-      refuse("a feature does not fit its input");
+      refuse("the columns of a feature must be within 0.." + std::to_string(floats[feature.input]) + ", got " +
+             std::to_string(width) + " columns from " + std::to_string(feature.column));
     filled[feature.input] += width;
   }
   if (parts_.reader) {
     if (parts_.numbers >= inputs || parts_.reader->numbers() != floats[parts_.numbers])
-      refuse("the numbers of requests are not those of the net");
+      refuse("the input with the numbers of requests must be below " + std::to_string(inputs) + " and have " +
+             std::to_string(parts_.reader->numbers()) + " values per row, got input " + std::to_string(parts_.numbers));
     filled[parts_.numbers] += floats[parts_.numbers];
     uniform_ = !parts_.features.empty();
     int64_t column = 0;
@@ -60,12 +70,16 @@ Predictor::Predictor(Parts parts, std::shared_ptr<const RowNet> net) : parts_(st
   }
   for (const NamedInput& each : parts_.inputs) {
     if (each.feature >= static_cast<int64_t>(parts_.features.size()) || each.input >= inputs)
-      refuse("an input has no place in the net");
+      refuse("input " + each.alias + " must have a feature below " + std::to_string(parts_.features.size()) +
+             " and an input of the net below " + std::to_string(inputs) + ", got " + std::to_string(each.feature) +
+             " and " + std::to_string(each.input));
     if (each.feature < 0) filled[each.input] += floats[each.input];
-    if (!value_kind(each.dtype)) refuse("an input is of a type that is not read natively");
+    checked_kind(each.dtype);
   }
   for (size_t i = 0; i < inputs; ++i)
-    if (filled[i] != floats[i]) refuse("input " + std::to_string(i) + " of the net is not filled");
+    if (filled[i] != floats[i])
+      refuse("input " + std::to_string(i) + " of the net must get " + std::to_string(floats[i]) +
+             " values per row, got " + std::to_string(filled[i]));
   now_ = std::make_shared<const Moment>(Moment{std::move(net), {}});
 }
 
@@ -92,7 +106,8 @@ bool Predictor::switch_to(std::shared_ptr<const RowNet> net, Fresh fresh, double
   {
     const std::lock_guard lock(mutex_);
     if (!now_) return true;
-    if (net && net->plan().floats() != now_->net->plan().floats()) refuse("the net is of another form");
+    if (net && net->plan().floats() != now_->net->plan().floats())
+      refuse("the new net must have the same inputs, outputs and buffers as the old one");
     auto next = std::make_shared<const Moment>(Moment{net ? std::move(net) : now_->net, std::move(fresh)});
     before = now_;
     now_ = std::move(next);

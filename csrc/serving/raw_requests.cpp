@@ -13,7 +13,7 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t kMaxBytes = (int64_t{1} << 31) - 1;  // of what is made of a request
+constexpr int64_t kMaxBytes = (int64_t{1} << 31) - 1;  // of the ids and numbers of a request
 constexpr int64_t kString = 7, kStrings = 8;           // TensorFlow's DataType, and the field of its values
 
 // One input of one request: its values as a RawColumn has them.
@@ -21,7 +21,7 @@ struct Values {
   bool given = false;
   RawKind kind = RawKind::integer;
   int64_t rows = 0;
-  int64_t width = -1;  // values of a row in the tensor; -1: it has one dimension
+  int64_t width = -1;  // values per row of the tensor; -1: it has one dimension
   std::vector<int64_t> integers;
   std::vector<double> reals;
   std::vector<Text> texts;
@@ -47,7 +47,7 @@ void widen(const std::vector<uint8_t>& from, std::vector<To>* out) {
   out->assign(values, values + from.size() / sizeof(From));
 }
 
-// Leaves lengths[i] values of each row of `width`.
+// Keeps the first lengths[i] of the `width` values of row i.
 template <class T>
 void keep_first(std::vector<T>* values, int64_t width, const std::vector<int64_t>& lengths) {
   int64_t to = 0, from = 0;
@@ -58,7 +58,7 @@ void keep_first(std::vector<T>* values, int64_t width, const std::vector<int64_t
   values->resize(static_cast<size_t>(to));
 }
 
-// How many values each row has up to the last one that is there.
+// The number of values of each row up to the last one that is present.
 template <class T, class There>
 void lengths_of(const std::vector<T>& values, int64_t rows, int64_t width, There there, std::vector<int64_t>* out) {
   out->clear();
@@ -71,12 +71,12 @@ void lengths_of(const std::vector<T>& values, int64_t rows, int64_t width, There
 
 }  // namespace
 
-// One request after the other; its buffers are used again.
+// Reads one request after another; its buffers are reused.
 class RequestReader::Reading {
  public:
   explicit Reading(const RequestReader& reader) : reader_(reader), values_(reader.inputs_.size()) {}
 
-  // The rows of a request whose inputs were appended; -1: nothing was.
+  // Appends the inputs of a request and returns its rows; -1 if nothing was appended.
   int64_t add(std::string_view message, RawBatch* batch) {
     for (Values& each : values_) each.given = false;
     const auto* data = reinterpret_cast<const uint8_t*>(message.data());
@@ -86,7 +86,7 @@ class RequestReader::Reading {
       const auto found = reader_.places_.find(message.substr(entry.key.begin, entry.key.size));
       if (found == reader_.places_.end()) return -1;
       values_[found->second].given = true;
-      spans_[found->second] = entry.value;  // the last of a name counts
+      spans_[found->second] = entry.value;  // the last one of a name counts
     }
     int64_t n = -1;
     for (size_t i = 0; i < values_.size(); ++i) {
@@ -95,7 +95,7 @@ class RequestReader::Reading {
       if (n >= 0 && values_[i].rows != n) return -1;
       n = values_[i].rows;
     }
-    if (n < 0 || n > size) return -1;  // rows without a value could be any number
+    if (n < 0 || n > size) return -1;  // a shape may claim any number of rows without values
     const auto width = static_cast<int64_t>(reader_.set_.features.size() + reader_.set_.numbers.size());
     if (n > kMaxBytes / 8 / std::max<int64_t>(1, width)) return -1;
     for (size_t i = 0; i < values_.size(); ++i)
@@ -121,7 +121,7 @@ class RequestReader::Reading {
       out->texts.clear();
       for (const Span& each : tensor_strings(data, span, kStrings, count))
         out->texts.push_back({reinterpret_cast<const char*>(data) + each.begin, each.size});
-      return static_cast<int64_t>(out->texts.size()) == count;  // shorter lists are filled up by another reader
+      return static_cast<int64_t>(out->texts.size()) == count;  // another reader completes shorter lists
     }
     const ValueKind* kind = value_kind(parts.dtype);
     const bool real = parts.dtype == 1 || parts.dtype == 2;
@@ -139,22 +139,22 @@ class RequestReader::Reading {
     return true;
   }
 
-  // The values that each row has; false where it is not as it must be.
+  // Finds the values of each row; false if they are malformed.
   bool shape(size_t place) {
     const RawInput& input = reader_.inputs_[place];
     Values& mine = values_[place];
     if (input.is_lengths) return mine.width < 0 && values_[input.lengths].given;
-    const Values* told = input.lengths >= 0 && values_[input.lengths].given ? &values_[input.lengths] : nullptr;
-    if (told && mine.width < 0) return false;
-    if (!told && (mine.width < 0 || mine.width == 1)) {
+    const Values* lengths = input.lengths >= 0 && values_[input.lengths].given ? &values_[input.lengths] : nullptr;
+    if (lengths && mine.width < 0) return false;
+    if (!lengths && (mine.width < 0 || mine.width == 1)) {
       if (mine.kind != RawKind::number) return true;
       if (std::none_of(mine.reals.begin(), mine.reals.end(), [](double x) { return std::isnan(x); })) return true;
       for (double x : mine.reals) mine.valid.push_back(!std::isnan(x));
       return true;
     }
     mine.has_lengths = true;
-    if (told) {
-      mine.lengths = told->integers;
+    if (lengths) {
+      mine.lengths = lengths->integers;
       for (int64_t length : mine.lengths)
         if (length < 0 || length > mine.width) return false;
     } else if (mine.kind == RawKind::text) {
@@ -224,7 +224,7 @@ class RequestReader::Reading {
 };
 
 RequestReader::RequestReader(FeatureSet set, std::vector<std::pair<std::string, RawInput>> inputs, bool ready)
-    : set_(std::move(set)), ready_(ready), ragged_(set_.listed()) {
+    : set_(std::move(set)), ready_(ready) {
   set_.check();
   const auto fits = [](const std::vector<int64_t>& places, size_t size) {
     return std::all_of(places.begin(), places.end(),
@@ -233,9 +233,13 @@ RequestReader::RequestReader(FeatureSet set, std::vector<std::pair<std::string, 
   for (auto& [name, input] : inputs) {
     if (!fits(input.features, set_.features.size()) || !fits(input.numbers, set_.numbers.size()) ||
         input.lengths >= static_cast<int64_t>(inputs.size()) || (input.is_lengths && input.lengths < 0))
-      throw std::invalid_argument("input " + name + " stands for a feature that is not there");
+      throw std::invalid_argument(
+          "input " + name + " must have features below " + std::to_string(set_.features.size()) + ", numbers below " +
+          std::to_string(set_.numbers.size()) + " and lengths below " + std::to_string(inputs.size()));
     for (int64_t feature : input.features)
-      if (set_.features[feature].rule == Rule::cross) throw std::invalid_argument("a cross must have no input");
+      if (set_.features[feature].rule == Rule::cross)
+        throw std::invalid_argument("input " + name + " must not have feature " + std::to_string(feature) +
+                                    ", which is a cross");
     places_.emplace(name, static_cast<int64_t>(inputs_.size()));
     inputs_.push_back(std::move(input));
   }
@@ -248,7 +252,7 @@ RawBatch RequestReader::read(const std::vector<std::string_view>& messages) cons
     int64_t rows = -1;
     try {
       rows = reading.add(message, &batch);
-    } catch (const std::invalid_argument&) {  // whoever reads it next says so
+    } catch (const std::invalid_argument&) {  // another reader reports it
     }
     batch.rows.push_back(rows);
     batch.total += std::max<int64_t>(0, rows);

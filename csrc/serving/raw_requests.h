@@ -1,4 +1,4 @@
-// Requests of raw features, or of ids, read and made into a net's inputs together, without a Python object per tensor.
+// Reads requests with raw features or ids and makes them a net's inputs, without a Python object per tensor.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -10,33 +10,32 @@
 
 namespace shoal {
 
-// What an input of a request stands for.
+// The features and numbers that an input of a request fills.
 struct RawInput {
-  std::vector<int64_t> features;  // made of its values
+  std::vector<int64_t> features;  // whose ids are made of its values
   std::vector<int64_t> numbers;
-  int64_t lengths = -1;  // the input that says how many values each row of this list has, if there can be one
+  int64_t lengths = -1;  // the input with the number of values of each row; -1: none. Of lengths: their list
   bool listed = false;   // rows may have several values
-  bool text = false;     // strings are taken
-  bool real = false;     // numbers with a fraction are taken
+  bool text = false;     // strings are accepted
+  bool real = false;     // numbers with a fraction are accepted
   bool is_lengths = false;
 };
 
-// Inputs of all requests that could be read, one after the other.
+// The inputs of all requests that could be read, one after another.
 struct RawBatch {
-  std::vector<int64_t> rows;  // of each request; -1: it is left to a reader that can say what is wrong with it
+  std::vector<int64_t> rows;  // of each request; -1: another reader must read it, or report what is wrong
   int64_t total = 0;
   std::vector<int64_t> ids;
-  std::vector<int64_t> lengths;  // of each sample and feature; empty where every feature has one id
+  std::vector<int64_t> lengths;  // of each sample and feature; empty if every feature has one id
   std::vector<float> dense;      // [total, numbers]
 };
 
 class RequestReader {
  public:
-  // `ready`: integers of features are ids. Throws std::invalid_argument where an input has a feature that is not there.
+  // `ready`: integers of features are ids. Throws std::invalid_argument for an input with an unknown feature.
   RequestReader(FeatureSet set, std::vector<std::pair<std::string, RawInput>> inputs, bool ready);
-  // Of serialised PredictRequests.
+  // Reads serialised PredictRequests.
   RawBatch read(const std::vector<std::string_view>& messages) const;
-  bool ragged() const { return ragged_; }
   int64_t numbers() const { return static_cast<int64_t>(set_.numbers.size()); }
 
  private:
@@ -44,7 +43,7 @@ class RequestReader {
   FeatureSet set_;
   std::vector<RawInput> inputs_;
   std::unordered_map<std::string, int64_t, TextHash, std::equal_to<>> places_;
-  bool ready_, ragged_;
+  bool ready_;
 };
 
 }  // namespace shoal

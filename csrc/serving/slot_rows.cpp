@@ -33,7 +33,7 @@ const float* FreshRows::find(int64_t id) const {
 
 namespace {
 
-// Reads ids of one table and hands `use` their rows; what is fresh instead of what the table has. Padding is null.
+// Calls `use` with the rows of ids of one table, fresh rows first; padding is null.
 template <class Use>
 void read_table(const Table& table, const FreshRows* fresh, const int64_t* padding, const int64_t* ids, int64_t n,
                 Use use) {
@@ -56,7 +56,7 @@ void read_table(const Table& table, const FreshRows* fresh, const int64_t* paddi
 
 const FreshRows* of(const Fresh& fresh, size_t number) { return number < fresh.size() ? fresh[number].get() : nullptr; }
 
-// The rows of all ids one behind the other, wherever they are.
+// Copies the rows of all ids, one after another, from the tables that have them.
 void read_rows(const RowSource& source, const Fresh& fresh, const int64_t* ids, int64_t n, float* out) {
   const int64_t dim = source.dim(), shards = static_cast<int64_t>(source.tables.size());
   if (shards == 1) {
@@ -72,7 +72,7 @@ void read_rows(const RowSource& source, const Fresh& fresh, const int64_t* ids, 
     places.clear();
     for (int64_t i = 0; i < n; ++i) {
       const int64_t remainder = ids[i] % shards;
-      if ((remainder < 0 ? remainder + shards : remainder) != shard) continue;  // as Python counts
+      if ((remainder < 0 ? remainder + shards : remainder) != shard) continue;  // Python's remainder
       own.push_back(ids[i]);
       places.push_back(i);
     }
@@ -93,7 +93,7 @@ void read_bags(const RowSource& source, const Fresh& fresh, const BagRule& rule,
   const int64_t* padding = rule.padding ? &*rule.padding : nullptr;
   const bool adds = rule.pool == Pool::sum || rule.pool == Pool::mean || rule.pool == Pool::sqrtn;
   if (adds && source.tables.size() == 1) {
-    const Bags all{offsets, bags, dim, rule.pool, nullptr, stride, padding != nullptr};
+    const Bags all{offsets, dim, rule.pool, nullptr, stride, padding != nullptr};
     BagCursor at{0, bags};
     read_table(*source.tables[0], of(fresh, source.first), padding, ids, n,
                [&](int64_t first, int64_t some, const float* const* rows) {

@@ -42,7 +42,7 @@ void varint_decode(const uint8_t* data, int64_t bytes, int64_t* out, int64_t n) 
   for (int64_t i = 0; i < n; ++i) {
     uint64_t v = 0;
     for (int shift = 0;; shift += 7) {
-      if (shift > 63 || p == end) throw std::invalid_argument("a varint is longer than ten bytes or cut off");
+      if (shift > 63 || p == end) throw std::invalid_argument("a varint is cut off or longer than ten bytes");
       const uint8_t byte = *p++;
       v |= static_cast<uint64_t>(byte & 0x7f) << shift;
       if (!(byte & 0x80)) break;

@@ -10,7 +10,7 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t kAhead = 16;  // rows whose cache lines are on their way
+constexpr int64_t kAhead = 16;  // rows to prefetch
 
 template <int kWidth>
 void gather_piece(const std::vector<const float*>& parts, const std::vector<int64_t>& edges, const int32_t* offsets,
@@ -22,8 +22,9 @@ void gather_piece(const std::vector<const float*>& parts, const std::vector<int6
   auto check = [&](int64_t j) {
     const int64_t offset = offsets[j];
     if (offset < 0 || offset >= edges.back() || offset + w > edges[part_of(offset) + 1])
-      throw std::invalid_argument("offset " + std::to_string(offset) + " (row " + std::to_string(j) + ") with " +
-                                  std::to_string(w) + " floats is in no part");
+      throw std::invalid_argument("offset " + std::to_string(offset) + " (row " + std::to_string(j) + ") + width " +
+                                  std::to_string(w) + " must be within one part of the buffer of " +
+                                  std::to_string(edges.back()) + " floats");
   };
   for (int64_t j = begin; j < end; ++j) check(j);
   auto address = [&](int64_t j) {
@@ -41,8 +42,9 @@ void gather_piece(const std::vector<const float*>& parts, const std::vector<int6
 void gather_from_parts(const std::vector<const float*>& parts, const std::vector<int64_t>& edges,
                        const int32_t* offsets, int64_t n, int64_t width, float* rows) {
   if (parts.empty() || edges.size() != parts.size() + 1 || edges[0] != 0 || !std::is_sorted(edges.begin(), edges.end()))
-    throw std::invalid_argument("edges must rise from 0, and be one more than the parts");
-  if (width < 1) throw std::invalid_argument("a row must have at least one float");
+    throw std::invalid_argument("edges must rise from 0 and be one more than the parts, got " +
+                                std::to_string(edges.size()) + " edges of " + std::to_string(parts.size()) + " parts");
+  if (width < 1) throw std::invalid_argument("width must be at least 1, got " + std::to_string(width));
   const int64_t grain = std::max<int64_t>(64, (int64_t{128} << 10) / (width * 4));
   parallel_for(n, grain, [&](int64_t begin, int64_t end) {
     switch (width) {

@@ -17,8 +17,8 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t kPiece = 256 << 10;  // bytes that are moved before the other side is told
-constexpr int kSpins = 200;            // looks around before sleeping; a peer in step needs fewer
+constexpr int64_t kPiece = 256 << 10;  // bytes that are copied before the other side is notified
+constexpr int kSpins = 200;            // checks before sleeping; a peer at the same step needs fewer
 
 void sleep_on(std::atomic<uint32_t>& word, uint32_t seen, int milliseconds) {
 #if defined(__linux__)
@@ -49,7 +49,7 @@ struct alignas(64) Rings::Bell {
 struct Rings::Ring {
   alignas(64) std::atomic<uint64_t> head;  // bytes put in so far
   alignas(64) std::atomic<uint64_t> tail;  // bytes taken out so far
-  alignas(64) char data[64];               // and on
+  alignas(64) char data[64];               // in fact ring_bytes
 };
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
@@ -66,12 +66,13 @@ int64_t Rings::bytes(int ranks, int64_t ring_bytes) {
 Rings::Rings(char* memory, int rank, int ranks, int64_t ring_bytes)
     : memory_(memory), rank_(rank), ranks_(ranks), ring_bytes_(ring_bytes), messages_(ranks) {
 #if !defined(__linux__)
-  throw std::invalid_argument("shared memory between ranks needs Linux");
+  throw std::invalid_argument("shared memory between ranks is supported only on Linux");
 #endif
   if (rank < 0 || rank >= ranks)
     throw std::invalid_argument("rank must be 0.." + std::to_string(ranks - 1) + ", got " + std::to_string(rank));
   if (ring_bytes < 64 || ring_bytes % 64)
-    throw std::invalid_argument("the bytes of a ring must be a multiple of 64, got " + std::to_string(ring_bytes));
+    throw std::invalid_argument("the bytes of a ring must be a positive multiple of 64, got " +
+                                std::to_string(ring_bytes));
   if (reinterpret_cast<uintptr_t>(memory) % 64) throw std::invalid_argument("the memory must be aligned to 64 bytes");
 }
 
@@ -91,12 +92,15 @@ void Rings::wake(int peer) const {
 void Rings::start(const char* data, const std::vector<int64_t>& send, char* out, const std::vector<int64_t>& recv,
                   const char* head) {
   if (static_cast<int>(send.size()) != ranks_ || static_cast<int>(recv.size()) != ranks_)
-    throw std::invalid_argument("there must be one number of bytes per rank");
+    throw std::invalid_argument("send and recv must have one number of bytes per rank, " + std::to_string(ranks_) +
+                                ", got " + std::to_string(send.size()) + " and " + std::to_string(recv.size()));
   for (int p = 0; p < ranks_; ++p) {
-    if (send[p] < 0 || recv[p] < 0) throw std::invalid_argument("numbers of bytes must be >= 0");
+    if (send[p] < 0 || recv[p] < 0)
+      throw std::invalid_argument("numbers of bytes must be >= 0, got " + std::to_string(std::min(send[p], recv[p])));
   }
   if (send[rank_] != recv[rank_])
-    throw std::invalid_argument("a rank must send itself as many bytes as it receives from itself");
+    throw std::invalid_argument("a rank must send itself as many bytes as it receives, got " +
+                                std::to_string(send[rank_]) + " and " + std::to_string(recv[rank_]));
   for (int p = 0; p < ranks_; ++p) {
     Message& m = messages_[p];
     m = {};
@@ -154,7 +158,7 @@ bool Rings::pull(int peer) {
       done += some;
       if (behind + some == kFront && m.differs()) {
         m.recv = m.front_in.length + kFront;
-        n = std::min(n, m.recv - m.received);  // what follows is of the next exchange
+        n = std::min(n, m.recv - m.received);  // the rest belongs to the next exchange
       }
       continue;
     }

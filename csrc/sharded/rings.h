@@ -5,13 +5,13 @@
 
 namespace shoal {
 
-// All ranks map the same zeroed memory of `bytes(ranks, ring_bytes)`, and one exchange after another goes through it:
-// every rank gives each other rank some bytes, and takes as many as that one gives. Pieces are copied into a ring while
-// the other side copies earlier ones out, so they stay in a cache. Who finds nothing to do sleeps until a peer has
-// moved something. One thread at a time.
+// All ranks map the same zeroed memory of `bytes(ranks, ring_bytes)`. In each exchange every rank sends some bytes to
+// each other rank and receives the bytes that it sends. Pieces are copied into a ring while the other side copies
+// earlier ones out, so they stay in a cache. A rank with nothing to do sleeps until a peer has copied something. For
+// one thread at a time.
 //
-// A message has its length in front, and a head of kHeadBytes that says what it is. A message of another length than is
-// awaited is taken and thrown away, so that ranks which disagree can go on once they have told each other.
+// A message begins with its length and a head of kHeadBytes that describes it. A message of an unexpected length is
+// discarded, so that ranks which disagree can report it and continue.
 class Rings {
  public:
   static constexpr int64_t kHeadBytes = 64;
@@ -22,17 +22,17 @@ class Rings {
   static int64_t bytes(int ranks, int64_t ring_bytes);
   Rings(char* memory, int rank, int ranks, int64_t ring_bytes);
 
-  // Pieces of one buffer, rank after rank, and a head for all of them (or null: zeros). `out` may be read after `run`
-  // has returned true; `data` is free then.
+  // Starts an exchange: `data` and `out` hold the ranks' pieces one after another; `head` is sent with all of them
+  // (null: zeros). After `run` has returned true, `out` may be read and `data` may be changed.
   void start(const char* data, const std::vector<int64_t>& send, char* out, const std::vector<int64_t>& recv,
              const char* head = nullptr);
-  // Works until the exchange is done (true) or nothing has moved for some seconds (false; call it again or give up).
+  // Works until the exchange is done (true) or nothing was copied for `seconds` (false; call it again or give up).
   bool run(double seconds);
-  // After an exchange: who sent another number of bytes than was awaited. That rank's part of `out` is not written.
+  // After an exchange: the ranks that sent another number of bytes than expected. Their parts of `out` are not written.
   std::vector<Difference> differences() const;
   // The head of each rank's message, [ranks, kHeadBytes].
   void heads(char* out) const;
-  // The ranks that still have to take or to give something of this exchange; the others may end.
+  // The ranks that must still send or receive something in this exchange; the others may end.
   std::vector<int> open() const;
 
  private:
@@ -45,7 +45,7 @@ class Rings {
   struct Message {
     const char* data = nullptr;
     char* out = nullptr;
-    int64_t send = 0, sent = 0;  // with what is in front
+    int64_t send = 0, sent = 0;  // including the length and the head
     int64_t recv = 0, received = 0;
     int64_t awaited = 0;
     Front front_out, front_in;

@@ -51,22 +51,19 @@ void Snapshot::before_write(const int64_t* ids, int64_t n) {
   }
 }
 
-// An id that is known here was put aside before, or had no row at the moment of this snapshot.
+// An id that is known here is kept already, or had no row at the moment of this snapshot.
 void Snapshot::leaving(int stripe, int64_t id, uint32_t time, uint64_t score, const char* row) {
   Kept& kept = kept_[stripe];
   const std::lock_guard lock(kept.mutex);
   if (kept.taken || !kept.ids.try_emplace(id, true).second) return;
-  kept.rows.ids.push_back(id);
-  kept.rows.times.push_back(time);
-  kept.rows.scores.push_back(score);
-  kept.rows.rows.insert(kept.rows.rows.end(), row, row + table_.layout().stride);
+  kept.rows.add(id, time, score, row, table_.layout().stride);
 }
 
 void Snapshot::take(int stripe, Rows* out) {
   std::unordered_map<int64_t, bool> ids;
   Rows rows;
   {
-    const std::lock_guard lock(mutex_);  // between two writes, so what was put aside is what has changed
+    const std::lock_guard lock(mutex_);  // between two writes, so that exactly the changed rows are kept
     table_.snapshot(stripe, 0, out);
     Kept& kept = kept_[stripe];
     const std::lock_guard of_stripe(kept.mutex);

@@ -1,4 +1,4 @@
-// What a table is made of, for the files that implement it: stripes, their locks, and which ids are whose.
+// The parts of a table, for the files that implement it: its stripes, their locks, and how ids are spread over them.
 #pragma once
 #include <array>
 #include <bit>
@@ -18,8 +18,8 @@ constexpr uint64_t kAllStripes = ~uint64_t{0};
 
 inline uint64_t hash_of(int64_t id) { return index_hash(static_cast<uint64_t>(id)); }
 
-// Stripes have different shares of the ids, from one to two in equal ratios: so at any time some of them grow, and
-// never all at once.
+// Stripes have different shares of the ids, rising by equal ratios until the last has almost twice as many as the
+// first. So a few of them grow at any time, and never all at once.
 struct Stripes {
   static constexpr int kCells = 1 << Index::kStripeBits;
   uint8_t of_cell[kCells];
@@ -33,19 +33,19 @@ struct Stripes {
       for (; cell < std::lround(kCells * sum / total); ++cell) of_cell[cell] = static_cast<uint8_t>(s);
     }
   }
-  // How many of `ids` a stripe has.
+  // How many of `ids` ids a stripe has.
   int64_t share(size_t stripe, int64_t ids) const {
     const int end = stripe + 1 < Table::kStripes ? first_cell[stripe + 1] : kCells;
     return ids / kCells * (end - first_cell[stripe]);
   }
-  // The part, of `parts`, that owns the stripe of a cell.
+  // Which of `parts` parts owns the stripe of a cell.
   int part(int cell, int parts) const { return first_cell[of_cell[cell]] * parts / kCells; }
 };
 inline const Stripes kStripesOfCells;
 
 inline int stripe_of(uint64_t hash) { return kStripesOfCells.of_cell[hash >> (64 - Index::kStripeBits)]; }
 
-// The stripes that a chunk of ids needs: those of its ids if it is short, else all that it may be in.
+// The stripes that a chunk of ids needs: those of its ids if it is short, else all `possible` ones.
 inline uint64_t stripes_of(const int64_t* ids, const uint32_t* positions, int64_t n, uint64_t possible) {
   if (n >= 256) return possible;
   uint64_t stripes = 0;
@@ -56,10 +56,10 @@ inline uint64_t stripes_of(const int64_t* ids, const uint32_t* positions, int64_
 struct Table::Stripe {
   Stripe(BlockArena* blocks, uint32_t full_buckets) : index(blocks, full_buckets) {}
   Index index;
-  std::vector<uint32_t> spare;           // rows of removed ids: a few of them,
-  uint32_t chained = kFreeRow;           // and the first of a chain of the others, each of which names the next
-  uint32_t next_row = 0, rows_left = 0;  // fresh rows reserved for this stripe
-  uint64_t hand = 0;                     // the segment that is looked at next for rows to evict
+  std::vector<uint32_t> spare;                        // rows of removed ids, at most Contents::most_spare
+  uint32_t chained = kFreeRow;                        // the first of the other ones; each holds the number of the next
+  uint32_t next_row = 0, rows_left = 0;               // fresh rows reserved for this stripe
+  uint64_t hand = 0;                                  // the segment to search next for rows to evict
   std::vector<std::pair<uint32_t, int64_t>> removed;  // (epoch, id), while changes are tracked
 };
 
@@ -79,11 +79,16 @@ struct Table::Contents {
       budget->give(static_cast<int64_t>(stripe.removed.capacity() * sizeof stripe.removed[0]));
     budget->give(fixed);
   }
-  // All that was taken is another budget's from now on, if it has the room.
-  void charge_to(const std::shared_ptr<Budget>& other) {
+  // The bytes that were taken from the budget.
+  int64_t charged_bytes() const {
     int64_t bytes = rows.bytes() + blocks.bytes() + fixed;
     for (const Stripe& s : stripes)
       bytes += s.index.bytes() - static_cast<int64_t>(sizeof s.index - s.removed.capacity() * sizeof s.removed[0]);
+    return bytes;
+  }
+  // Charges another budget instead, if it has room.
+  void charge_to(const std::shared_ptr<Budget>& other) {
+    const int64_t bytes = charged_bytes();
     if (other == budget || !other->take(bytes)) return;
     budget->give(bytes);
     rows.set_budget(other.get());
@@ -92,7 +97,8 @@ struct Table::Contents {
   }
   Contents(const Contents&) = delete;
 
-  // Whether take_row() succeeds once more. Small tables reserve no rows that others might need.
+  // Makes sure that the next take_row() succeeds; false if no row is left. `one` reserves a single row: the stripes of
+  // a small table must not keep rows from each other.
   bool reserve_rows(Stripe& stripe, bool one) {
     if (!stripe.spare.empty() || stripe.rows_left) return true;
     if (pooled) {
@@ -125,7 +131,7 @@ struct Table::Contents {
     stripe.spare.pop_back();
     return row;
   }
-  // The row is to be used again. The list is short, and longer ones need no memory of their own.
+  // Makes a row available again. The list stays short: further rows are chained through their own memory.
   void give_row(Stripe& stripe, uint32_t row) {
     if (pooled) {
       std::lock_guard lock(pool_mutex);
@@ -137,7 +143,7 @@ struct Table::Contents {
     }
   }
 
-  // While rows are loaded stripes share those that are spare: as many fit as the table had that was saved.
+  // While rows are loaded, all stripes share their spare rows, so that as many fit as the saved table had.
   void share_spare(bool share) {
     pooled = share;
     for (Stripe& stripe : stripes) {
@@ -160,7 +166,7 @@ struct Table::Contents {
   std::vector<uint32_t> pool;
 
   const size_t most_spare;
-  // What it takes whether there are rows or not; spare lists and what the arenas keep are counted as full.
+  // Bytes that a table takes without rows; spare lists and the arenas' pointers are counted as full.
   const int64_t fixed;
 
   std::shared_ptr<Budget> budget;  // null: none
@@ -179,15 +185,15 @@ struct Table::Contents {
   }
 };
 
-// The locks of a set of stripes, taken in rising order, so that two holders never wait for each other. Readers need
-// none of them where no writer was lately.
+// The locks of a set of stripes, taken in ascending order to avoid deadlocks. Readers need no lock of a stripe without
+// a recent writer.
 template <bool kExclusive>
 class Table::Locks {
  public:
   Locks(const Table& table, uint64_t stripes) : table_(table) {
     if (kExclusive || !(place_ = table.readers_.enter(stripes))) take(stripes);
   }
-  // The stripes of some ids, for reading.
+  // Locks the stripes of some ids for reading.
   Locks(const Table& table, const int64_t* ids, int64_t n)
     requires(!kExclusive)
       : table_(table) {

@@ -17,7 +17,8 @@ Blocks::Blocks(const std::vector<Table*>& tables, const int64_t* sizes, int64_t 
   floats.push_back(0);
   for (int64_t block = 0; block < k * sources; ++block) {
     if (sizes[block] < 0)
-      throw std::invalid_argument("block " + std::to_string(block) + " has " + std::to_string(sizes[block]) + " ids");
+      throw std::invalid_argument("block " + std::to_string(block) + ": the number of ids must be >= 0, got " +
+                                  std::to_string(sizes[block]));
     ids.push_back(ids.back() + sizes[block]);
     floats.push_back(floats.back() + sizes[block] * tables[static_cast<size_t>(block % k)]->layout().dim);
   }
@@ -39,8 +40,9 @@ std::vector<int64_t> fused_apply_gradients(const Blocks& blocks, const int64_t* 
   for (const Table* table : blocks.tables)
     rate.push_back(rate.back() + static_cast<int64_t>(table->layout().segments.size()));
   if (rate.back() != static_cast<int64_t>(rates.size()) || bad.size() != blocks.tables.size())
-    throw std::invalid_argument("there must be one learning rate per segment of each table: " +
-                                std::to_string(rate.back()) + ", got " + std::to_string(rates.size()));
+    throw std::invalid_argument("there must be one learning rate per segment of each table, " +
+                                std::to_string(rate.back()) + ", and one policy per table, " + std::to_string(k) +
+                                ", got " + std::to_string(rates.size()) + " and " + std::to_string(bad.size()));
   for (int64_t block = 0; block < blocks.size(); ++block) {
     if (bad[block % k] != BadGradient::raise) continue;
     const int64_t dim = blocks.tables[block % k]->layout().dim;
@@ -58,10 +60,10 @@ std::vector<int64_t> fused_apply_gradients(const Blocks& blocks, const int64_t* 
                                                     grads + blocks.floats[block], rates.data() + rate[t], global_step,
                                                     time, dedup, policy);
   };
-  // Tables may share a filter, whose counts depend on the order of the questions.
+  // Tables may share a filter, whose counts depend on the order of the ids.
   const bool filtered =
       std::any_of(blocks.tables.begin(), blocks.tables.end(), [](const Table* t) { return t->has_filter(); });
-  // A table that stands for two names would see its sources out of order.
+  // A table with two names would see its sources out of order.
   std::vector<Table*> distinct = blocks.tables;
   std::sort(distinct.begin(), distinct.end());
   const bool repeated = std::adjacent_find(distinct.begin(), distinct.end()) != distinct.end();

@@ -1,10 +1,12 @@
 #include "table/index.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <random>
 #include <stdexcept>
+#include <vector>
 
 namespace shoal {
 static uint64_t random_salt() {
@@ -98,15 +100,15 @@ bool Index::grow(Bucket* first, bool may_grow) {
     rebuild(first);
     return true;
   }
-  // Where there is no more memory, any hole is worth closing.
+  // Without more memory, any hole is worth closing.
   if (may_grow && (buckets_ < full_ ? enlarge(first) : split(first))) return true;
   if (head(first).erased == 0) return false;
   rebuild(first);
   return true;
 }
 
-// Takes ids out of a segment and puts them back where a probe that starts at home finds them; those whose hash has the
-// bit go to the other segment, if there is one, which has the same home for them.
+// Takes ids out of a segment and puts them back where a probe from their home finds them. If there is an `other`
+// segment, those whose hash has the bit move there, to the same home.
 void Index::rebuild(Bucket* first, Bucket* other, uint32_t bit) {
   std::vector<Entry> displaced;
   uint32_t gone = 0;
@@ -157,7 +159,7 @@ bool Index::enlarge(Bucket* first) {
 
 bool Index::split(Bucket* first) {
   uint32_t depth = head(first).depth;
-  // 2^26 segments of one stripe would hold 10^11 ids; a salted hash does not come here with fewer.
+  // 2^26 segments of one stripe would hold 10^11 ids; with a salted hash, fewer ids do not get here.
   if (depth >= 26) throw std::length_error("too many ids share one hash prefix");
   uint64_t prefix = head(first).prefix;
   Bucket* other = nullptr;

@@ -7,9 +7,6 @@
 #pragma once
 #include <bit>
 #include <cstdint>
-#include <cstdlib>
-#include <utility>
-#include <vector>
 
 #include "core/hash.h"
 #include "table/rows/memory.h"
@@ -23,32 +20,38 @@ struct alignas(64) Bucket {
 };
 static_assert(sizeof(Bucket) == 64);
 
-// Row numbers start behind these two, so that fresh zeroed memory is a segment of free slots.
-constexpr uint32_t kFreeRow = 0;    // the slot was never used since the segment was built
-constexpr uint32_t kErasedRow = 1;  // it was, so a probe goes on behind it
+// Row numbers start after these two, so that zeroed memory is a segment of free slots.
+constexpr uint32_t kFreeRow = 0;    // the slot has not been used since the segment was built
+constexpr uint32_t kErasedRow = 1;  // it has been, so a probe must continue after it
 constexpr uint32_t kFirstRow = 2;
 
-// The hash that places an id. It is salted with a number of this process, so that nobody can choose ids that all want
-// one segment; nothing that leaves the process depends on it.
+// The hash that places an id. It is salted with a random number per process, so that nobody can choose ids that all
+// belong to one segment; nothing that leaves the process depends on it.
 extern const uint64_t kIndexSalt;
 inline uint64_t index_hash(uint64_t id) { return hash_id(id ^ kIndexSalt); }
+
+// Whether a probe ends at this bucket: an id is put into the first slot that is free.
+[[gnu::always_inline]] inline bool has_free(const Bucket& bucket) {
+  const uint32_t* rows = bucket.row;
+  return (rows[0] == kFreeRow) | (rows[1] == kFreeRow) | (rows[2] == kFreeRow) | (rows[3] == kFreeRow);
+}
 
 struct Slot {
   Bucket* bucket = nullptr;
   int lane = 0;
   explicit operator bool() const { return bucket != nullptr; }
   uint32_t& row() const { return bucket->row[lane]; }
-  // The seconds of the last write; in a table with a budget what its policy keeps (table/budget/policy.h).
+  // The time of the last write, in seconds; in a table with a budget, the policy's bits (table/budget/policy.h).
   uint32_t& time() const { return bucket->time[lane]; }
   uint64_t id() const { return bucket->id[lane]; }
 };
 
 class alignas(64) Index {
  public:
-  static constexpr int kStripeBits = 10;  // top bits of the hash that are not the index's
+  static constexpr int kStripeBits = 10;  // top bits of the hash, which choose the stripe
   static constexpr uint32_t kFullBuckets = 1024;
-  // Buckets of a full segment for a stripe that is to hold about `ids`: so many that segments end up 75 % full, instead
-  // of anywhere between full and just split. kFullBuckets for a stripe of which nothing is known.
+  // Buckets of a full segment for a stripe of about `ids` ids, so that segments end up 75 % full and not anywhere
+  // between full and just split. kFullBuckets if `ids` is small or unknown.
   static uint32_t fitting_buckets(int64_t ids);
 
   Index(BlockArena* blocks, uint32_t full_buckets);
@@ -56,9 +59,9 @@ class alignas(64) Index {
   Index(Index&&) = delete;
 
   int64_t size() const { return size_; }
-  int64_t bytes() const;  // what it takes outside the block arena
+  int64_t bytes() const;  // outside the block arena
 
-  // Where a probe for the hash begins: prefetch it.
+  // The bucket at which a probe for the hash begins.
   [[gnu::always_inline]] Bucket* home(uint64_t hash) const { return segment(hash) + start(hash, buckets_); }
 
   // The bucket that a probe for the hash looks at after another one.
@@ -76,8 +79,7 @@ class alignas(64) Index {
         int lane = std::countr_zero(equal);
         if (bucket->row[lane] >= kFirstRow) return {bucket, lane};
       }
-      const uint32_t* rows = bucket->row;
-      if ((rows[0] == kFreeRow) | (rows[1] == kFreeRow) | (rows[2] == kFreeRow) | (rows[3] == kFreeRow)) return {};
+      if (has_free(*bucket)) return {};
     }
   }
 
@@ -87,15 +89,15 @@ class alignas(64) Index {
     for (int lane = 0; lane < 4; ++lane) lanes &= ~(uint32_t{home.row[lane] < kFirstRow} << lane);
     return lanes;
   }
-  // Asks for the memory that probing on from a home bucket will need next.
+  // Prefetches the buckets that a probe reads after a home bucket.
   void ask_beyond(uint64_t hash, Bucket* home) const {
     uint32_t at = start(hash, buckets_);
     Bucket* first = home - at;
     for (int beyond = 1; beyond <= 3; ++beyond) __builtin_prefetch(first + (at = next(at, buckets_)));
   }
 
-  // The slot of an id, which is made if there is none: then *created is set, and row and time are for the caller to set
-  // at once. No slot: it has none, and there is no memory for more, or `may_grow` is not given.
+  // The slot of an id, inserted if absent: then *created is set, and the caller must set row and time at once. Returns
+  // an empty slot if the id is absent and the index cannot grow, for lack of memory or since `may_grow` is false.
   Slot find_or_insert(uint64_t hash, uint64_t id, bool* created, bool may_grow = true) {
     Bucket* first = segment(hash);
     Slot open;  // the first slot that a new id may take
@@ -109,43 +111,41 @@ class alignas(64) Index {
           return {bucket, lane};
         }
       }
-      const uint32_t* rows = bucket->row;
       const uint32_t usable = usable_lanes(*bucket);
       if (!usable) continue;
       if (!open) open = {bucket, std::countr_zero(usable)};
-      if ((rows[0] == kFreeRow) | (rows[1] == kFreeRow) | (rows[2] == kFreeRow) | (rows[3] == kFreeRow)) break;
+      if (has_free(*bucket)) break;
     }
     *created = true;
-    if (head(first).count + head(first).erased >= limit()) return insert_grown(hash, id, may_grow);
+    if (is_full(first)) return insert_grown(hash, id, may_grow);
     ++size_;
     return take(first, open, id);
   }
-  // The same, if looking at the home bucket is enough and nothing must grow; otherwise an empty slot and no change.
+  // The same if the home bucket is enough and nothing must grow; otherwise changes nothing and returns an empty slot.
   Slot find_or_insert_at_home(uint64_t hash, Bucket* home, uint64_t id, bool* created) {
-    const uint32_t* rows = home->row;
     if (const uint32_t there = lane_at_home(*home, id)) {
       *created = false;
       return {home, std::countr_zero(there)};
     }
-    // Behind a bucket without a free slot there may be more, perhaps this id.
-    if ((rows[0] != kFreeRow) & (rows[1] != kFreeRow) & (rows[2] != kFreeRow) & (rows[3] != kFreeRow)) return {};
+    if (!has_free(*home)) return {};  // the id may be in a later bucket
     Bucket* first = home - start(hash, buckets_);
-    if (head(first).count + head(first).erased >= limit()) return {};
+    if (is_full(first)) return {};
     *created = true;
     ++size_;
     return take(first, {home, std::countr_zero(usable_lanes(*home))}, id);
   }
-  // Asks for the memory that this needs besides the home bucket: an id that is inserted is counted there.
+  // Prefetches the segment's head, in which find_or_insert_at_home counts an inserted id.
   void ask_for_count(uint64_t hash, const Bucket* home) const {
     __builtin_prefetch(home - start(hash, buckets_) - 1, 1);
   }
-  // Frees the slot; the row is the caller's to reuse.
+  // Frees the slot; the caller may reuse the row.
   void erase(uint64_t hash, Slot slot);
 
-  // The segment that has, or would get, an id, and the one that comes next after a place of the directory.
+  // The segment that has, or would get, an id.
   [[gnu::always_inline]] Bucket* segment(uint64_t hash) const {
     return directory_[((hash << kStripeBits) >> 1) >> (63 - depth_)];
   }
+  // The segment at a place of the directory; advances `place` to the next one.
   Bucket* segment_at(uint64_t* place) const {
     Bucket* first = directory_[*place &= (uint64_t{1} << depth_) - 1];
     *place = first_entry(first) + (uint64_t{1} << (depth_ - head(first).depth));
@@ -156,7 +156,7 @@ class alignas(64) Index {
   int64_t places_in(Bucket* first) const { return int64_t{limit()} - head(first).count; }  // once holes are closed
   uint32_t ids_in(Bucket* first) const { return head(first).count; }
   uint32_t buckets() const { return buckets_; }  // of every segment
-  // Forgets slots of a segment whose row was set to kErasedRow, so many, and closes the holes they leave.
+  // Closes the holes that `erased` slots leave, whose rows the caller has set to kErasedRow.
   void close_holes(Bucket* first, uint32_t erased) {
     head(first).count -= erased;
     head(first).erased += erased;
@@ -170,8 +170,7 @@ class alignas(64) Index {
     for (uint64_t place = 0; (place = visit(place, 1 << 30, fn)) != kEnd;) {
     }
   }
-  // The same from `place` on (0 at first) for at least `limit` ids unless the end comes first; returns the place to go
-  // on from, or kEnd.
+  // The same for up to `limit` ids, starting at `place` (0 at first). Returns the place to continue from, or kEnd.
   static constexpr uint64_t kEnd = ~uint64_t{0};
   template <class Fn>
   uint64_t visit(uint64_t place, int64_t limit, Fn fn) const {
@@ -190,14 +189,14 @@ class alignas(64) Index {
     }
     return kEnd;
   }
-  // Erases the slots for which gone(Slot) is true and closes the holes they leave.
+  // Erases the slots for which gone(Slot) is true.
   template <class Fn>
   int64_t erase_if(Fn gone) {
     int64_t erased = 0;
     for (uint64_t at = 0; at < (uint64_t{1} << depth_); ++at) {
       Bucket* first = directory_[at];
       if (at != first_entry(first)) continue;
-      int64_t here = 0;
+      uint32_t here = 0;
       for (uint32_t in = 0; in < 4 * buckets_; ++in) {
         Slot slot{first + in / 4, static_cast<int>(in % 4)};
         if (slot.row() >= kFirstRow && gone(slot)) {
@@ -205,25 +204,20 @@ class alignas(64) Index {
           ++here;
         }
       }
-      if (here) {
-        head(first).count -= static_cast<uint32_t>(here);
-        head(first).erased += static_cast<uint32_t>(here);
-        rebuild(first);
-        erased += here;
-      }
+      if (here) close_holes(first, here);
+      erased += here;
     }
-    size_ -= erased;
     return erased;
   }
 
  private:
   struct Head {
     uint32_t count;   // ids
-    uint32_t erased;  // slots of erased ids, gone when the segment is rebuilt
-    uint32_t depth;   // hash bits that all its ids share, behind the stripe's
+    uint32_t erased;  // slots of erased ids, until the segment is rebuilt
+    uint32_t depth;   // hash bits that all its ids share, after the stripe's
     uint64_t prefix;  // those bits
   };
-  // The lanes that hold an id, as bits, all four at once: where it lies is nothing a branch predictor can learn.
+  // The lanes that hold an id, as bits. All four are compared without a branch, which could not be predicted.
   static uint32_t lanes_of(const Bucket& bucket, uint64_t id) {
     const uint64_t* ids = bucket.id;
     return uint32_t{ids[0] == id} | uint32_t{ids[1] == id} << 1 | uint32_t{ids[2] == id} << 2 |
@@ -235,7 +229,7 @@ class alignas(64) Index {
     return uint32_t{rows[0] < kFirstRow} | uint32_t{rows[1] < kFirstRow} << 1 | uint32_t{rows[2] < kFirstRow} << 2 |
            uint32_t{rows[3] < kFirstRow} << 3;
   }
-  // The bucket that a hash wants among so many, and the one behind a bucket: a segment is a ring.
+  // The home of a hash among `buckets` buckets, and the bucket after another one: a segment is a ring.
   [[gnu::always_inline]] static uint32_t start(uint64_t hash, uint32_t buckets) {
     return static_cast<uint32_t>((hash & 0xFFFFFFFFu) * buckets >> 32);
   }
@@ -270,8 +264,8 @@ class alignas(64) Index {
   Bucket** directory_ = few_;
   uint32_t depth_ = 0;
   uint32_t buckets_ = 1;  // of a segment; all segments have the same
-  Bucket* few_[2];        // a directory of depth 0 or 1, in the cache line that leads to it
-  const uint32_t full_;   // and the most that they get
+  Bucket* few_[2];        // a directory of depth 0 or 1, in the same cache line
+  const uint32_t full_;   // buckets of a full segment
   int64_t size_ = 0;
   BlockArena* blocks_;
 };

@@ -1,4 +1,4 @@
-// Reading: rows out of the table, any number of readers at a time.
+// Reading rows of a table, by any number of readers at a time.
 #include "table/read.h"
 
 #include <algorithm>
@@ -17,13 +17,13 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t kReadChunk = 8192;        // ids between two chances for a writer
+constexpr int64_t kReadChunk = 8192;        // ids after which a writer may take the lock
 constexpr int64_t kStreamBytes = 16 << 20;  // results larger than this do not stay in any cache
-constexpr size_t kLargeScratch = 1 << 20;   // floats that a thread does not keep
+constexpr size_t kLargeScratch = 1 << 20;   // floats; a thread does not keep a larger scratch
 
-// finish(first, n, rows, unknown) for every round, in order; `unknown` of the rows are null. As in rounds.h, four
-// rounds are on their way while memory works for them. Where all of it is in a cache already that costs nothing: a path
-// without it measured no faster at any size.
+// Calls finish(first, n, rows, unknown) for every round, in order; `unknown` of the rows are null. As in rounds.h, four
+// rounds are in progress at a time, to wait for memory less. Without them it was not faster at any size, not even for
+// tables that fit the cache.
 template <class Contents, class Finish>
 void find_rounds(const Contents& contents, const int64_t* ids, int64_t n, int32_t row_bytes, Finish finish) {
   const int64_t size = std::clamp(16384 / (row_bytes + 1), 4, kRound);
@@ -63,9 +63,9 @@ void Table::read_row(const char* row, float* out) const {
 void Table::read(const int64_t* ids, int64_t n, Missing missing, const int64_t* padding, UseRows use) const {
   const size_t dim = static_cast<size_t>(layout_.dim);
   const int32_t bytes = layout_.serving ? layout_.row_bytes : 4 * layout_.dim;
-  // A filter decides when an id gets a row: until then it has none.
+  // A filter decides when an id gets a row: until then it reads as zeros.
   if (missing == Missing::initial && (layout_.serving || has_filter())) missing = Missing::zeros;
-  thread_local std::vector<float> scratch;  // rows that are not what memory holds
+  thread_local std::vector<float> scratch;  // rows that are decoded or initialized here
   thread_local std::vector<char> fresh;
   auto place = [&](int64_t i) {
     if (scratch.size() < kRound * dim) scratch.resize(kRound * dim);
@@ -80,8 +80,8 @@ void Table::read(const int64_t* ids, int64_t n, Missing missing, const int64_t* 
                   const float* read[kRound];
                   if (!plain_ || padding || (unknown && missing != Missing::none)) {
                     const int64_t* asked = ids + at + first;
-                    int64_t made[kRound], makes = 0;  // ids whose initial rows are wanted,
-                    float* to[kRound];                // and where
+                    int64_t made[kRound], makes = 0;  // ids whose initial rows are written
+                    float* to[kRound];                // to these places
                     for (int64_t i = 0; i < count; ++i) {
                       read[i] = rows[i];
                       if (padding && asked[i] == *padding) {

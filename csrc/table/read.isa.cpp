@@ -1,6 +1,5 @@
 #include "table/read.h"
 
-#include <bit>
 #include <cstring>
 
 #if defined(__SSE2__)
@@ -13,7 +12,7 @@
 namespace shoal::SHOAL_ISA {
 namespace {
 
-// The row number of an id in a bucket, 0 if it is not there, by no branch that depends on where it is.
+// The row number of an id in a bucket, 0 if it is not there; without a branch that depends on its lane.
 inline uint32_t number_in(const Bucket& bucket, int64_t id) {
 #if defined(__AVX512VL__)
   const __m256i ids = _mm256_load_si256(reinterpret_cast<const __m256i*>(bucket.id));
@@ -38,19 +37,12 @@ inline uint32_t number_in(const Bucket& bucket, int64_t id) {
 #endif
 }
 
-// Whether a probe ends here: ids go into the first slot that is free.
-inline bool has_free(const Bucket& bucket) {
-  const uint32_t* rows = bucket.row;
-  return (rows[0] == kFreeRow) | (rows[1] == kFreeRow) | (rows[2] == kFreeRow) | (rows[3] == kFreeRow);
-}
-
 inline const Index& index_of(const Homes& homes, uint64_t hash) {
   const size_t stripe = homes.stripe_of_cell[hash >> (64 - Index::kStripeBits)];
   return *reinterpret_cast<const Index*>(homes.first_index + stripe * homes.stride);
 }
 
-// Asks for memory, into the second-level cache: more requests can wait there than at the first level, which is worth a
-// third of a lookup's time.
+// Prefetches into the second-level cache, which can have more requests pending: it saves a third of a lookup's time.
 inline void ask_for(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 inline void ask_for_row(const char* row, int32_t bytes, bool one_line) {
@@ -60,9 +52,9 @@ inline void ask_for_row(const char* row, int32_t bytes, bool one_line) {
     ask_for(reinterpret_cast<const void*>(line));
 }
 
-constexpr int kBehind = 3;  // buckets that are asked for when the home is full; almost no probe looks at more
+constexpr int kBehind = 3;  // buckets to prefetch when the home is full; almost no probe reads more
 
-// kDim: of the rows, or 0 for any.
+// kDim: the rows' dim, or 0 for any.
 template <int kDim>
 void copy(const float* const* rows, int64_t n, int64_t dim, bool stream, float* out) {
   if (kDim) dim = kDim;
@@ -110,7 +102,7 @@ void probe_round(const Homes& homes, const RowPlaces& given, const int64_t* ids,
     const bool ends = has_free(*round.home[i]);
     Bucket* behind = index_of(homes, round.hash[i]).behind(round.hash[i], round.home[i]);
     round.row[i] = nullptr;
-    round.home[i] = ends ? round.home[i] : behind;  // not null: even a request for nothing is a walk through the pages
+    round.home[i] = ends ? round.home[i] : behind;  // not null: prefetching address 0 would walk the page table
     for (int more = 0; more < kBehind; ++more) ask_for(round.home[i] + more);
     round.open[round.opens] = i;
     round.opens += !ends;

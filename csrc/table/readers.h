@@ -1,9 +1,9 @@
-// Readers of a table who do not touch its locks: each announces the stripes it reads in a cache line of its own, so
-// that any number of threads read side by side without passing a line of memory around.
+// Readers of a table that do not take its locks: each announces the stripes that it reads in its own cache line, so
+// that any number of threads can read without sharing a line that is written.
 //
-// Stripes are open to such readers or closed. A writer, who holds the locks of its stripes, closes them and waits for
-// the readers that are announced; from then on readers take the locks, which are fair, and one of them opens the
-// stripes again while it holds their locks (Dice and Kogan, "BRAVO", 2019).
+// A stripe is open to such readers or closed. A writer, which holds the locks of its stripes, closes them and waits for
+// the announced readers; from then on readers take the locks, which are fair, and one of them opens the stripes again
+// while it holds their locks (Dice and Kogan, "BRAVO", 2019).
 #pragma once
 #include <time.h>
 
@@ -22,7 +22,7 @@ class Readers {
  public:
   using Place = std::atomic<uint64_t>;
 
-  // Announces a reader of the stripes; null where it has to take their locks.
+  // Announces a reader of the stripes; null if it must take their locks.
   Place* enter(uint64_t stripes) {
     if ((open_.load(std::memory_order_relaxed) & stripes) != stripes) return nullptr;
     const unsigned mine = number_of_thread();
@@ -39,7 +39,7 @@ class Readers {
   }
   static void leave(Place* place) { place->store(0, std::memory_order_release); }
 
-  // For a writer who holds the locks of the stripes: when it returns, nobody reads them.
+  // For a writer that holds the locks of the stripes: waits until nobody reads them.
   void exclude(uint64_t stripes) {
     if (!(open_.load() & stripes)) return;
     open_.fetch_and(~stripes);
@@ -51,18 +51,18 @@ class Readers {
       spin_until([&] { return !(place.load() & stripes); });
     }
     if (!begin) return;
-    // Where readers and writers meet, closing costs as much as waiting did: it must not happen all the time.
+    // Closing has cost this wait: keep stripes closed for nine times as long, so that it does not happen all the time.
     const int64_t now = nanoseconds();
     closed_until_.store(now + std::min<int64_t>(9 * (now - begin), 1'000'000), std::memory_order_relaxed);
   }
-  // For a reader who holds the locks of the stripes.
+  // For a reader that holds the locks of the stripes: opens them again.
   void admit(uint64_t stripes) {
     const int64_t until = closed_until_.load(std::memory_order_relaxed);
     if (until && nanoseconds() < until) return;
     open_.fetch_or(stripes);
   }
 
-  // For a child process: those who were announced are threads that it does not have.
+  // For a forked child, which does not have the threads that were announced.
   void reset() {
     for (unsigned k = 0; k <= mask_; ++k) places_[k].stripes.store(0);
   }

@@ -1,14 +1,13 @@
-// Finds the rows of many ids while memory works for several of them at once.
+// Finds the rows of many ids, with several memory accesses in progress at a time.
 //
-// Ids are taken in rounds, and a round passes four stages, with other rounds in the other stages between them:
-//   start    hashes the ids and asks for their home buckets
-//   probe    looks into the home buckets, by no branch that depends on where an id lies, and asks for the rows; a
-//   writer
-//            inserts unknown ids there, unless something has to grow for them, which is left to resolve
-//   resolve  probes on for the few ids that are not at home
+// Ids are taken in rounds. A round passes four stages, interleaved with those of other rounds:
+//   start    hashes the ids and prefetches their home buckets
+//   probe    looks into the home buckets, without a branch that depends on an id's lane, and prefetches the rows. A
+//            writer inserts unknown ids there, except those for which the index must grow
+//   resolve  continues the probes for the few ids that are not at home
 //   finish   uses the rows, in the order of the ids
-// What one stage asks for arrives while the other rounds have their turn. Buckets are looked at in the step after they
-// were addressed, before a resolve can move them.
+// Prefetched memory arrives while the other rounds are worked on. Buckets are read in the step after they were
+// addressed, before a resolve can move them.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -17,15 +16,15 @@
 
 namespace shoal {
 
-// Asks for every cache line of the range, whatever it is aligned to, into the second-level cache: more requests can
-// wait there than at the first level, which is worth a third of a lookup's time.
+// Prefetches every cache line of the range, of any alignment, into the second-level cache: it can have more requests
+// pending than the first, which saves a third of a lookup's time.
 inline void prefetch(const void* address, int32_t bytes) {
   const auto begin = reinterpret_cast<uintptr_t>(address);
   for (uintptr_t line = begin & ~uintptr_t{63}; line < begin + static_cast<uintptr_t>(bytes); line += 64)
     __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 2);
 }
 
-// The same for a row that will be written: what another core has of it is taken away at once.
+// The same for a row that will be written: it is removed from other cores' caches at once.
 inline void prefetch_row(char* row, int32_t bytes) {
 #if defined(__x86_64__)
   const auto begin = reinterpret_cast<uintptr_t>(row);
@@ -43,19 +42,19 @@ struct Resolved {
 };
 
 // For every i in [0, n):
-//   id(i)                      the id
-//   probed(i, slot, there)     called when the home bucket was looked at: whether the id is there, and in which slot;
-//                              what it returns says whether that may be the answer
-//   settle(i, hash, home)      the Resolved row of an id that was not settled so, if the home bucket can tell. It must
-//                              not move buckets, nor throw, nor insert an id that occurs twice: rows of the round
-//                              before are resolved later
-//   resolve(i, hash)           the Resolved row of the ids that are left
-//   finish(i, found)           in order; its row is null if there is none
+//   id(i)                      returns the id
+//   probed(i, slot, there)     is called after the home bucket was read: whether the id is there, and in which slot.
+//                              Returns whether the slot may be used
+//   settle(i, hash, home)      returns the Resolved row of an id that was not found so, if the home bucket is enough
+//                              for it. It must not move buckets, throw, or insert an id that occurs twice, since rows
+//                              of the round before are resolved later
+//   resolve(i, hash)           returns the Resolved row of any other id
+//   finish(i, found)           is called in order; the row is null if there is none
 // If resolve throws, all rows that are known by then are finished first.
 template <class Contents, class Id, class Probed, class Settle, class Resolve, class Finish>
 void in_rounds(const Contents& contents, int64_t n, int32_t row_bytes, Id id, Probed probed, Settle settle,
                Resolve resolve, Finish finish) {
-  constexpr int kRound = 32, kRing = 4 * kRound;  // four rounds are on their way
+  constexpr int kRound = 32, kRing = 4 * kRound;  // four rounds are in progress
   const int64_t size = std::clamp(16384 / (row_bytes + 1), 4, kRound);
   struct {
     uint64_t hash;

@@ -19,7 +19,7 @@ void spin_until(Done done) {
     } else if (spins < 160) {
       sched_yield();
     } else {
-      // More threads than cores: let the holder run, since yielding only trades places with other waiters.
+      // More threads than cores: sleep, so that the holder runs; yielding only lets other waiters run.
       const timespec nap{0, 50'000};
       nanosleep(&nap, nullptr);
     }
@@ -45,7 +45,7 @@ class RwLock {
     writers_out_.fetch_add(1, std::memory_order_release);
   }
 
-  // As new. For a child process: those who waited for the lock, or held it, are threads that it does not have.
+  // Unlocks it for a forked child, which does not have the threads that held the lock or waited for it.
   void reset() {
     for (auto* count : {&readers_in_, &readers_out_, &writers_in_, &writers_out_}) count->store(0);
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <string>
 
 #include "core/hash.h"
 #include "core/thread_pool.h"
@@ -15,13 +16,13 @@ bool Expiry::stale(int64_t id, uint32_t time, int64_t now) const {
 
 namespace {
 
-// Rows that a budget is enough for, about: so many that the index should fit.
+// About how many rows a budget allows, for sizing the index.
 int64_t rows_of(const EvictOptions& evict, int32_t stride) {
   const int64_t bytes = evict.bytes ? evict.bytes->limit() - evict.bytes->used() : Budget::kUnlimited;
   return std::min(evict.max_rows, bytes / (stride + 30));
 }
 
-constexpr int64_t kSmallTable = 8192;  // rows below which stripes are too small to keep budgets of their own
+constexpr int64_t kSmallTable = 8192;  // below so many rows, stripes share their rows
 
 }  // namespace
 
@@ -45,7 +46,7 @@ Table::Table(Layout layout, uint64_t seed, int64_t expected, const EvictOptions*
 
 Table::~Table() = default;
 
-// With every lock held nobody is inside: the child has whole rows, and no lock of the memory under them is held either.
+// With every lock held no other thread is inside, so the child has complete rows and no lock that stays locked.
 void Table::at_fork(Fork phase) {
   for (RwLock& lock : locks_) {
     if (phase == Fork::prepare) lock.lock();
@@ -69,13 +70,8 @@ int64_t Table::size() const {
 
 int64_t Table::bytes() const {
   Locks<false> lock(*this, kAllStripes);
-  int64_t total = contents_->rows.bytes() + contents_->blocks.bytes();
-  if (eviction_) {  // exactly what was asked of the budget
-    for (const Stripe& s : contents_->stripes)
-      total += s.index.bytes() - static_cast<int64_t>(sizeof s.index - s.removed.capacity() * sizeof s.removed[0]);
-    return total + contents_->fixed;
-  }
-  total += static_cast<int64_t>(sizeof(Contents));
+  if (eviction_) return contents_->charged_bytes();
+  int64_t total = contents_->rows.bytes() + contents_->blocks.bytes() + static_cast<int64_t>(sizeof(Contents));
   for (const Stripe& s : contents_->stripes)
     total += s.index.bytes() + static_cast<int64_t>(s.spare.capacity() * 4 + s.removed.capacity() * 16);
   return total;
@@ -96,7 +92,9 @@ std::vector<float> Table::scales() const {
 }
 
 void Table::set_scales(const std::vector<float>& scales) {
-  if (scales.size() != scales_.size()) throw std::invalid_argument("there must be one scale per segment");
+  if (scales.size() != scales_.size())
+    throw std::invalid_argument("there must be one scale per segment, " + std::to_string(scales_.size()) + ", got " +
+                                std::to_string(scales.size()));
   for (size_t i = 0; i < scales.size(); ++i) scales_[i].store(scales[i]);
 }
 
@@ -158,7 +156,7 @@ void Table::clear() {
     Table empty(layout_, 0, expected_);
     return swap_contents(empty);
   }
-  // A budget that is full has no room for another table: the fresh one is charged when the former is gone.
+  // A full budget has no room for a second table: the new one is charged when the old one is gone.
   EvictOptions options = eviction_->options;
   options.bytes = std::make_shared<Budget>(eviction_->budget->limit());
   auto empty = std::make_unique<Table>(layout_, 0, expected_, &options);
@@ -184,7 +182,8 @@ void Table::set_layout(const Layout& layout) {
   };
   const auto &mine = layout_.segments, &other = layout.segments;
   if (layout.serving != layout_.serving || !std::equal(mine.begin(), mine.end(), other.begin(), other.end(), same))
-    throw std::invalid_argument("set_layout needs a layout whose rows look the same");
+    throw std::invalid_argument(
+        "set_layout: the new layout must have segments with the same dims, optimizers and codecs as the table's");
   Locks<true> lock(*this, kAllStripes);
   std::copy(other.begin(), other.end(), layout_.segments.begin());
   std::copy(layout.fresh_state.begin(), layout.fresh_state.end(), layout_.fresh_state.begin());
@@ -192,8 +191,9 @@ void Table::set_layout(const Layout& layout) {
 
 void Table::swap_contents(Table& other) {
   if (other.layout_.stride != layout_.stride || other.layout_.row_bytes != layout_.row_bytes)
-    throw std::invalid_argument("swap_contents needs a table of the same layout");
-  if (eviction_ && !other.eviction_) {  // its rows are not counted against a budget: they are put into one that does
+    throw std::invalid_argument("swap_contents: the other table's rows must have " + std::to_string(layout_.row_bytes) +
+                                " bytes, got " + std::to_string(other.layout_.row_bytes));
+  if (eviction_ && !other.eviction_) {  // no budget counts its rows: copy them to a table with one
     auto twin = empty_twin();
     for (int stripe = 0; stripe < kStripes; ++stripe) {
       Rows rows;

@@ -1,7 +1,7 @@
-// The collisionless table: one row per distinct int64 id, growing for ever.
+// The collisionless table: one row per distinct int64 id, without a limit unless it has a budget.
 //
 // Ids are spread by hash over stripes. A stripe owns an index (id -> row number, time) and a reader-writer lock; rows
-// live in slabs shared by all stripes and never move. A batch is cut into parts that own disjoint stripes, so threads
+// are in slabs that all stripes share, and never move. A batch is cut into parts that own disjoint stripes, so threads
 // never touch the same row and equal ids keep their input order: results do not depend on the number of threads.
 #pragma once
 #include <atomic>
@@ -32,20 +32,31 @@ struct Resolved;
 struct Slot;
 struct Update;
 
-// Rows copied out of a table, or on their way in: row i is rows[i * stride .. + row_bytes).
+// Rows copied out of a table, or to be written to one: row i is rows[i * stride .. + row_bytes).
 struct Rows {
   std::vector<int64_t> ids;
   std::vector<uint32_t> times;
   std::vector<char> rows;
-  std::vector<uint64_t>
-      scores;  // what the policy of a table with a budget has kept of them (Moment::lasting); or empty
+  std::vector<uint64_t> scores;  // with a budget: the policy's bits of each row (Moment::lasting); or empty
   int64_t size() const { return static_cast<int64_t>(ids.size()); }
+  void add(int64_t id, uint32_t time, uint64_t score, const char* row, int32_t stride) {
+    ids.push_back(id);
+    times.push_back(time);
+    scores.push_back(score);
+    rows.insert(rows.end(), row, row + stride);
+  }
+  void clear() {
+    ids.clear();
+    times.clear();
+    rows.clear();
+    scores.clear();
+  }
 };
 
-// Rows that left a table because it was full, until somebody takes them.
+// Rows that were evicted from a full table, until they are taken.
 struct EvictedRows {
   explicit EvictedRows(int64_t limit) : limit(limit) {}
-  const int64_t limit;  // rows beyond are counted alone
+  const int64_t limit;  // further rows are only counted
   std::mutex mutex;
   Rows rows;
   int64_t lost = 0;
@@ -58,36 +69,36 @@ struct Expiry {
   bool stale(int64_t id, uint32_t time, int64_t now) const;
 };
 
-// The seconds that a write stamps its rows with.
+// The time that a write stamps its rows with.
 struct Stamp {
   Stamp(uint32_t seconds, bool at_least = false) : seconds(seconds), at_least(at_least) {}  // NOLINT: a plain time
   uint32_t seconds;
   bool at_least;  // a row that has a later time keeps it
-  // Of a table with a budget: when it is, by its policy's clocks, and the number that came with the write, if one did.
-  const Moment* moment = nullptr;
-  const float* score = nullptr;
+  // In a table with a budget:
+  const Moment* moment = nullptr;  // the policy's clocks
+  const float* score = nullptr;    // the score given with the write, or null
   bool loaded = false;
-  const uint64_t* kept = nullptr;  // of a row that is loaded: what a policy had kept of it, if that is known
+  const uint64_t* kept = nullptr;  // of a loaded row: the policy's bits (Moment::lasting), if known
 };
 
-// What to do with a gradient that holds NaN or infinity.
+// The policy for a gradient that holds NaN or infinity.
 enum class BadGradient : int32_t { raise, skip, ignore };
 
-// What is read for an id without a row: nothing, zeros, or the row that its first write would start from (zeros where a
-// filter decides when it gets one).
+// What is read for an id without a row: nothing, zeros, or the row that its first write would start from (zeros in a
+// table with a filter).
 enum class Missing : int32_t { none, zeros, initial };
 
-// Gets the embeddings of ids [first, first + n), some at a time, while nobody writes them. A null row is nothing.
+// Gets the embeddings of ids [first, first + n), some at a time, while nobody writes them; a null row means none.
 using UseRows = FunctionRef<void(int64_t first, int64_t n, const float* const* rows)>;
 
-// A gradient or a value that holds NaN or infinity, where that is refused.
+// Thrown for a gradient or a value that holds NaN or infinity.
 struct NonFinite {
   int64_t position;
   int64_t id;
-  int64_t update = 0;  // of several: its number
+  int64_t update = 0;  // the number of the update in the call
 };
 
-// Is told of a row that leaves because the table is full, while it is still there and its stripe is locked.
+// Called with a row that is being evicted, while it is still there and its stripe is locked.
 class RowKeeper {
  public:
   virtual ~RowKeeper() = default;
@@ -96,25 +107,24 @@ class RowKeeper {
 
 class Table {
  public:
-  // `expected` rows: the index is sized so that it wastes least at that many; it may hold any number. With `evict` it
-  // keeps a budget. Throws std::bad_alloc for one that is too small for a table without rows.
+  // The index wastes least memory at `expected` rows, but holds any number. With `evict` the table keeps a budget;
+  // throws std::bad_alloc if that is too small for an empty table.
   Table(Layout layout, uint64_t seed, int64_t expected = 1, const EvictOptions* evict = nullptr);
   ~Table();
   Table(const Table&) = delete;
   Table& operator=(const Table&) = delete;
 
-  // All operations are thread-safe, and one row is read or written as a whole. `values`, `out` and `grads` are [n,
-  // dim]. A write sees its filter first: an id that is not in the table and is filtered is passed over.
+  // All operations are thread-safe, and a row is read or written as a whole. `values`, `out` and `grads` are [n, dim].
+  // A write asks the filter first: it skips an id that is not in the table and is filtered.
 
   // Unknown ids give zeros and, if `found` is given, 0 there.
   void lookup(const int64_t* ids, int64_t n, float* out, uint8_t* found = nullptr) const;
-  // Hands the embeddings of the ids to `use`, in order, on the calling thread; nothing for the id `padding`, if given.
+  // Passes the embeddings of the ids to `use`, in order, on the calling thread; a null row for the id `padding`.
   void read(const int64_t* ids, int64_t n, Missing missing, const int64_t* padding, UseRows use) const;
   // Unknown ids get a row from the initializer; those that are filtered give zeros.
   void lookup_or_insert(const int64_t* ids, int64_t n, Stamp time, float* out);
   void contains(const int64_t* ids, int64_t n, uint8_t* out) const;
-  // With `finite` they throw NonFinite before any effect.
-  // `scores`: one per id, of a table whose policy has them.
+  // With `finite`, assign and assign_add throw NonFinite before any effect. `scores`: one per id, or null.
   void assign(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite = false,
               const float* scores = nullptr);
   void assign_add(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite = false,
@@ -127,37 +137,37 @@ class Table {
   // before any effect on any of them.
   static void apply(std::span<Update> updates);
   void reinitialize(const int64_t* ids, int64_t n, Stamp now, int32_t* existed);
-  // Which positions the filter drops; empty: none. It counts them. A table whose rows live elsewhere (on a GPU) asks
-  // with the ids that have no row there.
+  // Which positions the filter drops; empty: none. The filter counts the ids. A table whose rows are elsewhere (on a
+  // GPU) passes the ids that have no row there.
   std::vector<uint8_t> filtered(const int64_t* ids, int64_t n, bool dedup, bool remember_admitted);
   int64_t evict(const Expiry& expiry, int64_t now);
-  // Null: no budget. Counters, clocks and pinned ids are its own.
+  // The counters, clocks and pinned ids of a table with a budget; else null.
   Eviction* eviction() const { return eviction_.get(); }
-  // What the policy has kept of ids: their keys, -1 for an id without a row; or what checkpoints have of them
+  // The policy's keys of ids, -1 for an id without a row; or with `lasting` its bits as checkpoints have them
   // (Moment::lasting), 0 for an id without a row.
   void policy_keys(const int64_t* ids, int64_t n, bool lasting, int64_t* out) const;
-  // Has somebody know of rows that leave, in place of whoever did so far, until that is dropped.
+  // Sets the listener for evicted rows, replacing any previous one, until it is dropped.
   void set_keeper(RowKeeper* keeper);
   void drop_keeper(const RowKeeper* keeper);
-  // Lets the rows of these ids go, as those that leave a full table do, whatever the policy says.
+  // Evicts the rows of these ids, whatever the policy says.
   void let_go(const int64_t* ids, int64_t n);
-  // Whether another table decides which rows leave, and `let_go` is called with them before each write: then all rows
-  // that are free are there for every id. A write that finds none after all lets rows go by itself.
+  // Says whether another table decides which rows leave, and calls `let_go` with them before each write: then any id
+  // may use any free row. A write that finds no free row evicts rows itself.
   void follow(bool other);
-  // A table without rows with the same layout and policy, and a budget of its own of the same size.
+  // An empty table with the same layout and policy, and with its own budget of the same size.
   std::unique_ptr<Table> empty_twin() const;
   int64_t erase(const int64_t* ids, int64_t n);
   void clear();
 
   const Layout& layout() const { return layout_; }
-  // Takes the numbers of another layout (those of optimizers and initializers) whose rows look the same; throws
-  // std::invalid_argument for any other. Not beside other writes.
+  // Takes the settings of optimizers and initializers from a layout with the same segments; throws
+  // std::invalid_argument for any other. Must not run concurrently with writes.
   void set_layout(const Layout& layout);
   int64_t size() const;
   int64_t bytes() const;
   int64_t max_update_time() const { return max_update_time_.load(); }
   void raise_max_update_time(int64_t time);
-  // Gradient batches so far. Stochastic rounding follows from it, so that the same batches give the same bits again.
+  // Gradient batches so far. It seeds stochastic rounding, so that the same batches give the same bits again.
   uint64_t calls() const { return calls_.load(); }
   void set_calls(uint64_t calls) { calls_.store(calls); }
 
@@ -167,8 +177,8 @@ class Table {
     touched_ = std::move(touched);
     touched_number_ = number;
   }
-  // Tells the tracker of every row that is written or removed from now on, or stops. Any number of them, beside writes.
-  // Without `writes` it hears only of what is removed or replaced as a whole.
+  // Reports every row that is written or removed from now on to the tracker, or stops. There may be any number of
+  // trackers, added during writes, too. Without `writes` only removals and swap_contents() are reported.
   void track(std::shared_ptr<Tracker> tracker, bool writes = true);
   void untrack(const std::shared_ptr<Tracker>& tracker);
 
@@ -178,31 +188,32 @@ class Table {
   // Appends the rows of one stripe, under that stripe's shared lock. With changed_since > 0 only rows written in that
   // epoch or later.
   void snapshot(int stripe, uint32_t changed_since, Rows* out) const;
-  // Appends at most `limit` rows of a stripe from `place` (0 at first) on; returns the place to go on from, -1 at the
-  // end.
+  // Appends at most `limit` rows of a stripe, starting at `place` (0 at first); returns the place to continue from, -1
+  // at the end.
   int64_t walk(int stripe, int64_t place, int64_t limit, Rows* out) const;
   // The ids of one stripe.
   std::vector<int64_t> ids(int stripe) const;
-  // Appends the rows of the ids that are in the table; found[i] tells which.
+  // Appends the rows of the ids that are in the table; found[i] says which are.
   void fetch(const int64_t* ids, int64_t n, Rows* out, uint8_t* found) const;
-  // Bytes first to first + size of the row of each id, one after another, and their times, where they are wanted; an id
-  // without a row has zeros. How many have one.
+  // Copies bytes [first, first + size) of each id's row to `out`, and their times to `times` unless it is null; zeros
+  // for an id without a row. Returns how many ids have a row.
   int64_t fetch_bytes(const int64_t* ids, int64_t n, int64_t first, int64_t size, char* out, int64_t* times) const;
-  // Inserts or replaces rows as they are. Raises the max update time to the largest time. With a budget they are
-  // restored, and those stay that the policy wants most; or `written`: then others leave for them as in any call.
+  // Inserts or replaces rows as they are. Raises the max update time to the largest time. With a budget, the rows are
+  // restored with the policy's bits, and those with the highest keys stay; or with `written` other rows leave for them,
+  // as in any write.
   void load(const Rows& rows, bool written = false);
-  // Exchanges all rows with a table of the same layout, in one step for every reader of this one. Change tracking
-  // starts over: a delta against an epoch from before is refused.
+  // Exchanges all rows with a table of the same layout, in one step for every reader of this table. Change tracking
+  // starts over: a delta against an earlier epoch is refused.
   void swap_contents(Table& other);
 
   // --- changes, for incremental checkpoints ----------------------------------------------------------------------
   // Starts a new epoch and returns it. Rows written from now on carry it; ids removed from now on are remembered.
   uint32_t begin_epoch();
-  // The first epoch that changes are known since; 0 while nothing is tracked.
+  // The first epoch since which changes are known; 0 while nothing is tracked.
   uint32_t oldest_epoch() const { return oldest_epoch_.load(); }
   // Ids removed in `since` or later and not in the table now.
   std::vector<int64_t> removed_since(uint32_t since) const;
-  // Removals before `epoch` are forgotten; deltas against older epochs are refused from now on.
+  // Forgets removals before `epoch`; deltas against older epochs are refused from now on.
   void forget_before(uint32_t epoch);
 
   // --- quantisation scale of one_bit segments, one per segment -----------------------------------------------------
@@ -223,6 +234,8 @@ class Table {
   void fresh_weights(const int64_t* ids, int64_t n, float* const* weights) const;  // of rows for training
   void step_row(const Write& write, char* row, const float* grads, uint64_t noise, float* scratch) const;
   void write(Write write);
+  void write_values(Kind kind, const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite,
+                    const float* scores);
   void begin(Write& write);
   static void write_all(std::span<Write> writes);
   static void write_rows(std::span<const Write> writes);
@@ -274,7 +287,7 @@ class Table {
   std::unique_ptr<Eviction> eviction_;
   RowKeeper* keeper_ = nullptr;
   std::mutex gone_mutex_;
-  bool small_ = false;  // of a table with a budget: stripes have so few rows that they share them
+  bool small_ = false;  // with a budget: rows are so few that stripes share them
   std::atomic<bool> follows_{false};
   mutable RwLock locks_[kStripes];
   mutable Readers readers_;

@@ -1,4 +1,4 @@
-// The operations that write: what each one asks of the filter, and the batch of writes that it becomes.
+// The write operations: the filter's decisions, and the batch of writes that follows from them.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -40,8 +40,8 @@ Gradients rows_of(const int64_t* ids, int64_t n, const float* rows, int64_t dim)
 
 }  // namespace
 
-// Which positions the filter drops. Empty: none. With dedup an id is asked about once, with its number of occurrences;
-// with remember_admitted an id that came in is in for the rest of the call.
+// Which positions the filter drops. Empty: none. With `dedup` the filter is asked once per id, with the number of its
+// occurrences; with `remember_admitted` an admitted id stays admitted for the rest of the call.
 std::vector<uint8_t> Table::filtered(const int64_t* ids, int64_t n, bool dedup, bool remember_admitted) {
   if (!filter_ || !filter_->active() || n == 0) return {};
   std::vector<uint8_t> drop(static_cast<size_t>(n));
@@ -52,7 +52,7 @@ std::vector<uint8_t> Table::filtered(const int64_t* ids, int64_t n, bool dedup, 
     return drop;
   }
   Groups groups(ids, n, drop.data());
-  std::vector<uint8_t> out(groups.first.size());  // of each group: is it kept out
+  std::vector<uint8_t> out(groups.first.size());  // whether each group is dropped
   if (dedup) {
     for (size_t g = 0; g < out.size(); ++g) out[g] = filter_->should_be_filtered(ids[groups.first[g]], groups.count[g]);
     for (int64_t i = 0; i < n; ++i) drop[i] = drop[i] && out[groups.group[i]];
@@ -106,24 +106,20 @@ void Table::update_scales(int64_t global_step) {
 }
 
 void Table::assign(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite, const float* scores) {
-  if (finite) nonfinite(rows_of(ids, n, values, layout_.dim), BadGradient::raise);
-  raise_max_update_time(time.seconds);
-  auto drop = filtered(ids, n, false, false);
-  write({.kind = Kind::assign,
-         .ids = ids,
-         .n = n,
-         .values = values,
-         .time = time,
-         .drop = drop.empty() ? nullptr : drop.data(),
-         .scores = scores});
+  write_values(Kind::assign, ids, n, values, time, finite, scores);
 }
 
 void Table::assign_add(const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite,
                        const float* scores) {
+  write_values(Kind::assign_add, ids, n, values, time, finite, scores);
+}
+
+void Table::write_values(Kind kind, const int64_t* ids, int64_t n, const float* values, Stamp time, bool finite,
+                         const float* scores) {
   if (finite) nonfinite(rows_of(ids, n, values, layout_.dim), BadGradient::raise);
   raise_max_update_time(time.seconds);
-  auto drop = filtered(ids, n, false, true);
-  write({.kind = Kind::assign_add,
+  auto drop = filtered(ids, n, false, kind == Kind::assign_add);
+  write({.kind = kind,
          .ids = ids,
          .n = n,
          .values = values,
@@ -140,7 +136,7 @@ int64_t Table::apply_gradients(const int64_t* ids, int64_t n, const float* grads
   return update.skipped;
 }
 
-// Which gradients do not reach a row: those to skip, and those of ids that the filter keeps out. Empty: none.
+// Which gradients do not reach a row: those to skip, and those of ids that the filter drops. Empty: none.
 std::vector<uint8_t> Table::dropped(const Update& update, std::vector<uint8_t> skip) {
   const Gradients& gradients = update.gradients;
   if (!has_filter()) return skip;

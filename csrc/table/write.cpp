@@ -1,4 +1,4 @@
-// Writing: a batch is cut into parts that own disjoint stripes, and each part does its rows in input order.
+// Writing: a batch is cut into parts that own disjoint stripes, and each part writes its rows in input order.
 #include "table/write.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t kWriteChunk = 2048;  // ids between two chances for a reader
+constexpr int64_t kWriteChunk = 2048;  // ids after which a reader may take the lock
 
 }  // namespace
 
@@ -59,13 +59,13 @@ void Table::stamp(Slot slot, Stamp time, bool created) {
     stamp_kept(slot, time, created);
   } else {
     const uint32_t last = slot.time();
-    // A line that did not change need not be written back.
+    // Without a change the cache line need not be written back.
     if (time.at_least && !created ? last < time.seconds : last != time.seconds) slot.time() = time.seconds;
   }
   if (uint32_t epoch = epoch_.load(std::memory_order_relaxed)) contents_->rows.set_epoch(slot.row(), epoch, created);
 }
 
-// The same in a table with a budget: the slot has what the policy keeps, and the time is with the row.
+// The same in a table with a budget: the slot has the policy's bits, and the row's time is kept elsewhere.
 void Table::stamp_kept(Slot slot, Stamp time, bool created) {
   const Moment& moment = *time.moment;
   uint32_t kept;
@@ -78,7 +78,7 @@ void Table::stamp_kept(Slot slot, Stamp time, bool created) {
   __builtin_prefetch(contents_->rows.time_of(slot.row()), 1);
 }
 
-// The time of a row, where it is not in the slot: written last, when its memory has arrived.
+// Sets the time of a row in a table with a budget: last, when its prefetched memory has arrived.
 void Table::stamp_time(const Resolved& found, const Stamp& time) {
   RowArena& rows = contents_->rows;
   if (found.created || !time.at_least || rows.time(found.number) < time.seconds)
@@ -96,7 +96,7 @@ Resolved Table::find_or_insert(uint64_t hash, int64_t id, Stamp time) {
     return {contents.rows.row(slot.row()), false, slot.row()};
   }
   bool created;
-  // A full table's index does not grow: rows of a segment that is full make room.
+  // A full table's index does not grow: rows of a full segment leave instead.
   const bool may_grow = !eviction_ || small_ || follows_.load(std::memory_order_relaxed) ||
                         !eviction_->full.load(std::memory_order_relaxed);
   Slot slot = stripe.index.find_or_insert(hash, static_cast<uint64_t>(id), &created, may_grow);
@@ -109,7 +109,7 @@ Resolved Table::find_or_insert(uint64_t hash, int64_t id, Stamp time) {
   return {contents.rows.row(slot.row()), created, slot.row()};
 }
 
-// The same, if looking at the home bucket is enough and nothing must grow; otherwise no row and no change.
+// The same if the home bucket is enough and nothing must grow; otherwise changes nothing and returns no row.
 Resolved Table::find_or_insert_at_home(uint64_t hash, Bucket* home, int64_t id, Stamp time) {
   Contents& contents = *contents_;
   Stripe& stripe = contents.stripes[stripe_of(hash)];
@@ -156,7 +156,7 @@ void Table::write_row(const Write& write, int64_t position, char* row, bool crea
   if constexpr (kKind == Kind::insert) read_row(row, write.out + position * dim);
 }
 
-// The positions (all, if null) are handled in order; their ids are in `owned` stripes, which no other part writes to.
+// Writes the positions (null: all) in order; their ids are in `owned` stripes, which no other part writes to.
 template <Table::Kind kKind>
 void Table::write_part(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned) {
   const bool erase_zeros = kKind == Kind::assign && layout_.skip_zero;
@@ -189,7 +189,7 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n,
       if constexpr (kKind == Kind::reinitialize) write.existed[at] = 1;
       return true;
     };
-    // An id may occur twice, and its first occurrence makes the row: so all that are unknown are resolved, in order.
+    // An id may occur twice, and its first occurrence creates the row: so all unknown ids are resolved, in order.
     auto settle = [](int64_t, uint64_t, Bucket*) { return Resolved{nullptr, false}; };
     auto resolve = [&](int64_t i, uint64_t hash) -> Resolved {
       const int64_t at = position(i);
@@ -223,7 +223,7 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n,
         [&](int64_t i, Resolved found) {
           if (found.row) return finish(i, found);
           ++count.refused;
-          if constexpr (kKind == Kind::insert) {  // what its row would have been
+          if constexpr (kKind == Kind::insert) {  // returns the row that it would have got
             std::vector<char> row(static_cast<size_t>(layout_.stride));
             fresh_row(write.ids[position(i)], row.data());
             read_row(row.data(), write.out + position(i) * layout_.dim);
@@ -234,7 +234,7 @@ void Table::write_part(const Write& write, const uint32_t* positions, int64_t n,
   if (eviction_) eviction_->count(count.made, count.written, count.refused);
 }
 
-// What found no room gets it now, or is refused: then its row is null.
+// Makes room for ids that found none; those that are refused have a null row.
 template <class Time, class Finish>
 void Table::write_postponed(const Write& write, std::vector<Newcomer>& postponed, Time time, Finish finish) {
   for (Newcomer& newcomer : postponed) {
@@ -261,11 +261,11 @@ namespace {
 // The distinct ids of a batch in the order of their first occurrences, and the occurrences of each, chained in order.
 class Distinct {
  public:
-  // position(k) is the place in `ids` of the k-th of n occurrences, which takes part unless drop[position(k)].
+  // position(k) is the place in `ids` of the k-th of n occurrences, which is skipped if drop[position(k)].
   template <class Position>
   void find(const int64_t* ids, int64_t n, const uint8_t* drop, Position position) {
     const size_t mask = std::bit_ceil(static_cast<size_t>(2 * n)) - 1;
-    // An entry is a group's number + 1 under as many bits of the hash as there is room for.
+    // An entry is a group's number + 1 in the low bits and, above it, as many bits of the hash as fit.
     const int bits = std::bit_width(static_cast<uint64_t>(n));
     const uint32_t low = static_cast<uint32_t>((uint64_t{1} << bits) - 1);
     entries_.assign(mask + 1, 0);
@@ -303,7 +303,7 @@ class Distinct {
   uint32_t first(int64_t group) const { return first_[group]; }
   uint32_t next(uint32_t k) const { return next_[k]; }
 
-  // Gives memory back that only a much larger batch needs.
+  // Frees memory that only a much larger batch needs.
   void trim() {
     if (next_.size() > kKept) *this = Distinct();
   }
@@ -317,7 +317,7 @@ class Distinct {
 
 }  // namespace
 
-// Gradients with dedup: those of equal ids are summed in input order and stepped once.
+// Gradients with dedup: those of equal ids are summed in input order, for one optimizer step.
 void Table::write_groups(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned) {
   const int32_t dim = layout_.dim;
   const Gradients& gradients = write.gradients;
@@ -387,7 +387,7 @@ void Table::write_task(const Write& given, const uint32_t* positions, int64_t n,
   write.time.moment = &write.moment;
   write.time.loaded = write.restored;
   Batch batch(write.ids, positions, n);
-  if (!write.restored) write.batch = &batch;  // of rows that are restored those stay that deserve it most
+  if (!write.restored) write.batch = &batch;  // of restored rows, those with the highest keys stay
   switch (write.kind) {
     case Kind::assign:
       return write_part<Kind::assign>(write, positions, n, owned);
@@ -412,7 +412,7 @@ void Table::write(Write write) {
   write_all({&write, 1});
 }
 
-// What a write needs in a table with a budget.
+// Sets what a write needs in a table with a budget.
 void Table::begin(Write& write) {
   if (!eviction_) return;
   write.now_s = std::max<int64_t>(write.time.seconds, max_update_time());
@@ -422,7 +422,7 @@ void Table::begin(Write& write) {
 
 namespace {
 
-// The positions of a batch by the part that owns their stripe, those of a part in input order.
+// The positions of a batch, grouped by the part that owns their stripe and in input order within a part.
 class Partition {
  public:
   Partition(const int64_t* ids, int64_t n, int parts)
@@ -439,7 +439,7 @@ class Partition {
     offsets_.resize(static_cast<size_t>(blocks() * parts));
   }
 
-  // Blocks of the input count first, then write where they know they may.
+  // Blocks of the input are counted first; then each knows where it may write.
   int64_t blocks() const { return (n_ + kBlock - 1) / kBlock; }
   void count(int64_t block) {
     int64_t* counts = &offsets_[static_cast<size_t>(block) * owned.size()];
@@ -538,7 +538,7 @@ void Table::write_rows(std::span<const Write> writes) {
   std::vector<std::unique_ptr<Partition>> partitions;
   std::vector<const Write*> of_partition;
   for (const Write& write : writes) {
-    // A table with most of the ids is shared by all threads, one of many is done by one.
+    // A table with most of the ids is shared by all threads; one of many tables gets one thread.
     const auto parts = static_cast<int>(std::min<int64_t>(kStripes, (write.n * threads * 2 + total - 1) / total));
     if (write.n < 4096 || parts < 2 || write.table->small_) {
       tasks.push_back({&write, nullptr, write.n, kAllStripes});

@@ -75,8 +75,8 @@ TEST(padding_is_not_read_and_not_counted) {
   CHECK(out == (std::vector<float>{1, 2, 1, 2, 0, 0, 0, 0}));
 }
 
-// What is pooled of a table's rows is what is pooled of the same rows in a flat buffer, marks included; long bags come
-// in several parts, and rows have few values, so that many share a maximum.
+// Pooling a table's rows gives the same results and marks as pooling the same rows in a flat buffer. Long bags come in
+// several parts, and rows have few distinct values, so that many share a maximum.
 TEST(largest_and_first_rows_and_their_gradients) {
   for (int threads : {1, 4}) {
     set_num_threads(threads);

@@ -1,4 +1,4 @@
-// The smallest test kit that prints what failed: TEST(name) { CHECK(a == b); } and a main().
+// A minimal test kit that prints what failed: TEST(name) { CHECK(a == b); } and a main().
 #pragma once
 #include <cstdio>
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// Tables to files and back, also while other threads read and write.
+// Saving and loading tables, also while other threads read and write.
 #include "io/checkpoint.h"
 
 #include <unistd.h>

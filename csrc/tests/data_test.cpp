@@ -26,7 +26,7 @@ TextParser parser(char quote, char separator, int64_t max_line = 1000) {
                     one_feature(3, separator), ',', quote, max_line);
 }
 
-TEST(lines_become_samples_and_bad_ones_are_told) {
+TEST(lines_become_samples_and_bad_ones_are_reported) {
   const std::string text = "1,2.5,x,a,10\n\n0,,y,,11\r\nz,1,1,1,1\n1,1,1,b,-1\n1,7,x,b,12";
   for (bool threads : {false, true}) {
     Block block = parser(0, 0).parse(text, true, 100, kAll, threads);
@@ -38,7 +38,7 @@ TEST(lines_become_samples_and_bad_ones_are_told) {
     CHECK(block.bad[0].line == 3 && text.substr(block.bad[0].offset, 2) == "z,");
     CHECK(block.consumed == static_cast<int64_t>(text.size()));
   }
-  CHECK(parser(0, 0).parse(text, false, 100, kAll, false).lines == 5);  // the last may go on
+  CHECK(parser(0, 0).parse(text, false, 100, kAll, false).lines == 5);  // the last line may be incomplete
   CHECK(parser(0, 0).parse(text, true, 1, kAll, false).consumed == 13);
   CHECK(parser(0, 0).parse(text, true, 100, 14, false).lines == 2);
 }
@@ -78,7 +78,7 @@ TEST(frames_are_cut_where_they_end) {
   CHECK_THROWS(read_frames(broken, 10, &consumed));
 }
 
-TEST(layouts_that_make_no_sense_are_refused) {
+TEST(inconsistent_layouts_are_refused) {
   const FeatureSet set = one_feature(1, 0);
   CHECK_THROWS(TextParser({{{Role::dense, 0}}, {{Role::sparse, 0}}}, set, ',', 0, 10));
   CHECK_THROWS(TextParser({{{Role::label, 0}}, {{Role::dense, 1}}, {{Role::sparse, 0}}}, set, ',', 0, 10));

@@ -1,4 +1,4 @@
-// Admission filters, touched keys and fused operations, alone and from several threads.
+// Admission filters, touched keys and fused operations, on one and on several threads.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -31,7 +31,7 @@ std::unique_ptr<Table> sgd_table(int32_t dim) {
 
 }  // namespace
 
-TEST(thresholds_go_by_slot) {
+TEST(thresholds_depend_on_the_slot) {
   Thresholds thresholds(2, {{32767, 5}});
   CHECK(thresholds.of(-1) == 5);
   CHECK(thresholds.of(1) == 2);

@@ -32,7 +32,7 @@ namespace {
   return ids;
 }
 
-// Whether a child that does `work` ends with 0 within half a minute.
+// Whether a child that does `work` exits with 0 within half a minute.
 template <class Work>
 bool in_child(Work work) {
   const pid_t child = fork();
@@ -54,10 +54,10 @@ bool in_child(Work work) {
 
 }  // namespace
 
-// AddressSanitizer's own allocator stays locked in a child that is forked beside threads which allocate (GCC 12).
+// AddressSanitizer's allocator stays locked in a child if other threads allocate during the fork (GCC 12).
 #if !defined(__SANITIZE_ADDRESS__)
 
-TEST(a_child_uses_what_threads_of_the_parent_were_inside_of) {
+TEST(a_child_can_use_what_threads_of_the_parent_were_using) {
   set_num_threads(3);
   Table table(sgd(8), 1);
   SlidingFilter filter(100000, 7, Thresholds(1, {}));
@@ -93,7 +93,7 @@ TEST(a_child_uses_what_threads_of_the_parent_were_inside_of) {
   CHECK(table.size() == kRows);
 }
 
-TEST(rows_come_and_go_around_forks) {
+TEST(tables_are_created_and_destroyed_during_forks) {
   std::atomic<bool> stop{false};
   std::thread maker([&] {
     while (!stop) Table(sgd(4), 1).clear();

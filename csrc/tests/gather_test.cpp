@@ -1,6 +1,5 @@
-// The gather's kernels alone: packing at every length, reduction order, top-k ties, overlap counts.
+// The gather's kernels: packing at every length, reduction order, top-k ties, overlap counts.
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include "core/thread_pool.h"
@@ -39,7 +38,7 @@ TEST(few_bins_are_looked_up_and_counted_like_many) {
         ++wanted[q[i]];
       }
       CHECK(counts == wanted);
-      if (n && bins < 256) {  // one that is over is counted somewhere over the bins
+      if (n && bins < 256) {  // a value >= bins is counted in some entry >= bins
         q[static_cast<size_t>(n / 2)] = static_cast<uint8_t>(bins);
         std::fill(counts.begin(), counts.end(), 0);
         SHOAL_DISPATCH(count_values)(q.data(), n, bins, counts.data());
@@ -55,7 +54,7 @@ TEST(packing_round_trips_without_reading_past_the_end) {
   for (int64_t n = 0; n <= 130; n += 2) {
     std::vector<int64_t> indices(static_cast<size_t>(n));
     for (int64_t i = 0; i < n; ++i) indices[i] = (i * 2654435761u) % 4096;
-    auto packed = pack(indices);  // exactly sized: the address sanitizer sees an overrun
+    auto packed = pack(indices);  // of the exact size, so that AddressSanitizer detects an overrun
     std::vector<int64_t> back(static_cast<size_t>(n));
     SHOAL_DISPATCH(unpack12_wide)(packed.data(), n, back.data());
     CHECK(back == indices);
@@ -65,7 +64,7 @@ TEST(packing_round_trips_without_reading_past_the_end) {
   CHECK(!SHOAL_DISPATCH(pack12)(bad.data(), 2, out.data()));
 }
 
-TEST(duplicates_and_outsiders_are_found) {
+TEST(duplicates_and_indices_out_of_range_are_found) {
   const std::vector<float> table(256, 1.0f);
   auto look = [&](std::vector<int64_t> indices) {
     auto packed = pack(indices);

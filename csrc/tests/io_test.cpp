@@ -106,11 +106,11 @@ TEST(snappy_gives_back_what_it_was_given) {
   CHECK(pack(std::string(100000, 'x')).size() < 6000);
 }
 
-TEST(snappy_refuses_what_is_no_block) {
+TEST(snappy_refuses_malformed_blocks) {
   std::mt19937 random(3);
   const std::string packed = pack(random_bytes(random, 3000, 3));
   for (size_t n = 0; n < packed.size(); ++n) CHECK_THROWS(unpack(packed.substr(0, n)));
-  for (int i = 0; i < 20000; ++i) {  // a flipped byte gives other bytes or an error, never a read or a write outside
+  for (int i = 0; i < 20000; ++i) {  // a changed byte gives other bytes or an error, never a read or write outside
     std::string bad = packed;
     bad[random() % bad.size()] = static_cast<char>(random());
     try {
@@ -208,7 +208,7 @@ TEST(every_optimizer_is_read_back_as_it_was_written) {
   }
 }
 
-TEST(a_record_without_state_has_the_weights_alone) {
+TEST(a_record_without_state_has_only_the_weights) {
   const Layout adam({segment(Opt::adam, 2)}, false, false);
   const Layout serving({segment(Opt::adam, 2)}, true, false);
   const float row[8] = {1, 2, 3, 4, 5, 6, 7, 8};

@@ -155,7 +155,7 @@ TEST(segments_restarts_and_memory_change_nothing) {
             written = out.size();
             saved = true;
           }
-          if (block == 2000 && saved && step % 23 == 0) {  // a crash: what came since is read from the tail
+          if (block == 2000 && saved && step % 23 == 0) {  // a crash: later messages are read from the tail
             out.resize(written);
             joiner = std::make_unique<Joiner>(own, folder.path.string());
             joiner->restore(state, live, positions);

@@ -1,4 +1,4 @@
-// The distribution kernels alone: sizes where partitions, pieces and threads meet.
+// The distribution kernels, at sizes around the borders of partitions, pieces and threads.
 #include <random>
 #include <unordered_map>
 #include <vector>

@@ -1,4 +1,4 @@
-// Readers that announce themselves beside writers that lock: rows are read whole, and neither side starves.
+// Readers that announce themselves, with writers that lock: no row is torn, and neither side starves.
 #include "table/readers.h"
 
 #include <atomic>
@@ -60,7 +60,7 @@ TEST(more_readers_than_places_take_the_locks) {
   Readers::leave(place);
 }
 
-// Two numbers that a writer keeps equal, under one lock that both sides use as a table does.
+// Writers keep two numbers equal, under one lock that both sides use as a table does.
 TEST(readers_and_writers_exclude_each_other) {
   RwLock lock;
   Readers readers;
@@ -98,7 +98,7 @@ TEST(readers_and_writers_exclude_each_other) {
   CHECK(reads == 60000 && writes == 4000 && one == 4000);
 }
 
-TEST(rows_are_read_whole_beside_writers_of_all_kinds) {
+TEST(no_row_is_torn_with_writers_of_all_kinds) {
   set_num_threads(2);
   Segment segment;
   segment.dim = 8;

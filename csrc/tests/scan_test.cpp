@@ -1,4 +1,4 @@
-// Rows as columns: what is written is read back, and no damaged byte gets through or past the end of anything.
+// Rows as columns: they are read back as written, and damage is found without reading past the end of anything.
 #include <unistd.h>
 
 #include <cstdio>
@@ -60,7 +60,7 @@ int64_t scan_all(const std::string& path, bool snappy) {
   EntryScan scan(path, snappy);
   int64_t rows = 0;
   while (scan.next()) {
-    for (int64_t i = 0; i < scan.columns().size(); ++i) rows += scan.payload(i).size >= scan.state(i).size;
+    for (int64_t i = 0; i < scan.columns().size(); ++i) rows += scan.frame(i).size >= scan.state(i).size;
   }
   return rows;
 }
@@ -82,7 +82,7 @@ TEST(rows_are_read_back_as_columns) {
         if (seen > 0) CHECK(c.shapes[i] == shape);
         shape = c.shapes[i];
       }
-      CHECK_THROWS(scan.payload(c.size()));
+      CHECK_THROWS(scan.frame(c.size()));
       CHECK_THROWS(scan.state(-1));
     }
     CHECK(seen == 5000);
@@ -143,7 +143,7 @@ TEST(any_bytes_in_a_good_frame_never_crash) {
     write_file(path, record);
     try {
       scan_all(path, false);
-    } catch (const std::exception&) {  // refused: as good as read
+    } catch (const std::exception&) {  // it may be refused
     }
   }
   ::unlink(path.c_str());

@@ -3,11 +3,13 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "check.h"
 #include "serving/batch.h"
 #include "serving/messages.h"
+#include "serving/push_codes.h"
 #include "serving/varint.h"
 
 using namespace shoal;
@@ -67,7 +69,7 @@ Bytes request() {
   put_field(&out, 3, text("score"));
   return out;
 }
-// Memory of exactly this size, so that a sanitizer sees a read behind its end.
+// Memory of exactly this size, so that a sanitizer detects a read past its end.
 struct Exact {
   explicit Exact(const Bytes& bytes) : size(static_cast<int64_t>(bytes.size())), data(new uint8_t[bytes.size()]) {
     if (size) std::memcpy(data, bytes.data(), bytes.size());
@@ -78,7 +80,7 @@ struct Exact {
   uint8_t* data;
 };
 
-// Whether reading ends in a result or in the one exception that the binding turns into an error.
+// Whether reading succeeds; it may only throw the exception that the binding expects.
 template <class F>
 bool reads(F read) {
   try {
@@ -114,7 +116,45 @@ void inside(Span span, int64_t size) { CHECK(span.begin >= 0 && span.size >= 0 &
 
 }  // namespace
 
-TEST(varints_come_back_as_they_went) {
+TEST(an_id_keeps_the_code_of_the_highest_rank_and_else_the_last_one) {
+  std::mt19937_64 random(5);
+  PushCodes codes;
+  std::unordered_map<int64_t, int32_t> model;
+  const std::vector<int32_t> ranks = {2, 0, 1, 1};
+  int32_t unknown = 0;
+  const int64_t seven = 7;
+  codes.find(&seven, 1, &unknown);
+  CHECK(unknown == -1);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<int64_t> ids(random() % 300);
+    std::vector<int32_t> given(ids.size() + 1);
+    for (auto& id : ids) id = static_cast<int64_t>(random() % 5000) - 2500;
+    for (auto& code : given) code = static_cast<int32_t>(random() % 8);
+    const int64_t step = round % 2;
+    const bool ranked = round % 3 != 0;
+    codes.set(ids.data(), static_cast<int64_t>(ids.size()), given.data(), step, ranked ? ranks.data() : nullptr);
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const int32_t code = given[step ? i : 0];
+      const auto known = model.find(ids[i]);
+      if (known == model.end() || !ranked || ranks[known->second >> 1] <= ranks[code >> 1]) model[ids[i]] = code;
+    }
+  }
+  CHECK(codes.size() == static_cast<int64_t>(model.size()));
+  std::vector<int64_t> ids(model.size());
+  std::vector<int32_t> all(model.size()), found(model.size());
+  codes.copy(ids.data(), all.data());
+  codes.find(ids.data(), codes.size(), found.data());
+  for (size_t i = 0; i < ids.size(); ++i) CHECK(model.at(ids[i]) == all[i] && all[i] == found[i]);
+  std::vector<uint8_t> used(4);
+  codes.mark_used(used.data());
+  CHECK((used == std::vector<uint8_t>{1, 1, 1, 1}));
+  const std::vector<int32_t> numbers = {3, 2, 1, 0};
+  codes.renumber(numbers.data());
+  codes.find(ids.data(), codes.size(), found.data());
+  for (size_t i = 0; i < ids.size(); ++i) CHECK(found[i] == 2 * (3 - (all[i] >> 1)) + (all[i] & 1));
+}
+
+TEST(varints_round_trip) {
   const std::vector<int64_t> values = {0,
                                        1,
                                        127,
@@ -140,7 +180,7 @@ TEST(varints_come_back_as_they_went) {
   CHECK_THROWS(varint_decode(endless.data(), 12, back.data(), 1));
 }
 
-TEST(a_request_is_taken_apart) {
+TEST(the_parts_of_a_request_are_found) {
   const Exact message(request());
   const PredictParts parts = predict_parts(message.data, message.size);
   CHECK(parts.specs.size() == 1 && parts.tensors.size() == 1 && parts.filters.size() == 1);
@@ -166,7 +206,7 @@ TEST(a_message_that_is_cut_anywhere_is_refused_or_read_within_its_bounds) {
   CHECK(!reads([&] { tensor_parts(over.data(), {0, static_cast<int64_t>(over.size())}); }));
 }
 
-TEST(values_are_gathered_from_lists_and_lone_elements) {
+TEST(values_are_gathered_from_lists_and_single_elements) {
   Bytes tensor;
   put_varint(&tensor, 10 << 3);  // int64_val alone
   put_varint(&tensor, 7);

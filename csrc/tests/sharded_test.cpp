@@ -1,9 +1,8 @@
-// Snapshots of a table that goes on, and rings between threads that stand for processes.
+// Snapshots of a table during writes, and rings between threads in the role of processes.
 #include <unistd.h>
 
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <map>
 #include <random>
@@ -39,7 +38,7 @@ Contents contents(const Table& table) {
   return out;
 }
 
-// One write of random ids, told to the snapshot first if there is one.
+// Writes random ids, after announcing them to the snapshot if there is one.
 void change(Table& table, Snapshot* snapshot, std::mt19937& rng, uint32_t time) {
   std::vector<int64_t> ids(50);
   for (int64_t& id : ids) id = static_cast<int64_t>(rng() % 3000) - 500;
@@ -54,7 +53,7 @@ void change(Table& table, Snapshot* snapshot, std::mt19937& rng, uint32_t time) 
 
 }  // namespace
 
-TEST(a_snapshot_is_the_moment_it_was_made_whatever_is_written_meanwhile) {
+TEST(a_snapshot_has_the_rows_of_its_moment_whatever_is_written_meanwhile) {
   for (int round = 0; round < 6; ++round) {
     set_num_threads(1 + round % 3);
     char name[] = "/tmp/shoal-snapshot-test-XXXXXX";
@@ -120,7 +119,7 @@ TEST(rings_carry_messages_of_any_length_between_ranks) {
   }
 }
 
-TEST(ranks_that_disagree_are_told_and_go_on) {
+TEST(ranks_that_disagree_can_report_it_and_continue) {
   constexpr int64_t kRing = 128;
   std::vector<char> memory(Rings::bytes(2, kRing) + 64, 0);
   char* start = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
@@ -149,7 +148,7 @@ TEST(ranks_that_disagree_are_told_and_go_on) {
   other.join();
 }
 
-TEST(bags_are_pooled_out_of_a_flat_buffer_and_their_gradients_added_to_it) {
+TEST(bags_are_pooled_from_a_flat_buffer_and_their_gradients_added_to_it) {
   for (int64_t dim : {1, 7, 96}) {
     const int64_t rows = 9, bags = 50, ids = 2 * bags * 3;
     std::mt19937 random(5);

@@ -1,5 +1,4 @@
-// The native table alone: against a std::unordered_map, at its edges, and from many threads at once (for
-// ThreadSanitizer).
+// The native table: compared with a std::unordered_map, at its limits, and on many threads (for ThreadSanitizer).
 #include "table/table.h"
 
 #include <algorithm>
@@ -49,7 +48,7 @@ TEST(every_id_is_legal_and_has_its_own_row) {
   CHECK(table.size() == 8);
 }
 
-TEST(a_table_takes_other_numbers_for_rows_that_look_the_same) {
+TEST(a_table_takes_settings_from_a_layout_with_the_same_segments) {
   Table table(layout(2, Opt::adagrad), 1);
   assign(table, {7}, {1, 2});
   Layout other = layout(2, Opt::adagrad);
@@ -80,7 +79,7 @@ TEST(a_table_that_knows_its_size_wastes_less_and_still_holds_any_number) {
     }
     assign(table, ids, values);
     CHECK(lookup(table, ids) == values);
-    if (expected >= 300000) CHECK(table.bytes() < 28 * expected);  // 4 of the row, 20 of a slot that is 80 % full
+    if (expected >= 300000) CHECK(table.bytes() < 28 * expected);  // 4 for the row, 20 for a slot if 80 % are used
     std::vector<int64_t> more(150000);
     for (int64_t& id : more) id = static_cast<int64_t>(random());
     assign(table, more, std::vector<float>(more.size(), 7.0f));
@@ -244,7 +243,7 @@ TEST(serving_rows_round_trip_through_their_codec) {
   CHECK(table.size() == 0);
 }
 
-// Rows of equal numbers must never be seen mixed, whoever reads, writes, evicts, saves or grows meanwhile.
+// Every row has equal numbers; no reader may see a mix, whatever is read, written, evicted or saved meanwhile.
 TEST(no_row_is_ever_torn) {
   set_num_threads(2);
   constexpr int kDim = 8;
@@ -341,7 +340,7 @@ TEST(a_stamp_that_is_at_least_never_moves_a_time_back) {
   CHECK(later.times[0] == 80 && later.times[1] == 80);
 }
 
-TEST(an_update_makes_the_rows_that_a_forward_shows) {
+TEST(an_update_creates_the_rows_that_a_forward_reads) {
   Segment s;
   s.dim = 4;
   s.opt = Opt::adagrad;
@@ -349,10 +348,10 @@ TEST(an_update_makes_the_rows_that_a_forward_shows) {
   s.init_low = -0.5f;
   s.init_high = 0.5f;
   std::mt19937_64 random(1);
-  for (int64_t batch : {1, 63, 4096, 50000}) {  // few ids, and parts of several threads; the index grows and splits
+  for (int64_t batch : {1, 63, 4096, 50000}) {  // from one part to several threads; the index grows and splits
     Table table(Layout({s}, false, false), 3);
     std::unordered_map<int64_t, bool> known;
-    const float rate[] = {0.0f};  // so that an update changes the state alone
+    const float rate[] = {0.0f};  // so that an update changes only the state
     for (int step = 0; step < 6; ++step) {
       std::vector<int64_t> ids(static_cast<size_t>(batch));
       for (auto& id : ids) id = static_cast<int64_t>(random() % 200000);

@@ -1,7 +1,6 @@
 #include "core/thread_pool.h"
 
 #include <atomic>
-#include <numeric>
 #include <stdexcept>
 #include <thread>
 #include <vector>

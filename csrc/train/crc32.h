@@ -1,5 +1,5 @@
-// The CRC-32 of zlib and of the TPK1 format, at memory speed where the CPU multiplies without carries.
-// zlib's own takes four to five times as long for the payloads of messages, 64 KiB and more.
+// The CRC-32 of zlib and of the TPK1 format, at memory speed on CPUs with carry-less multiplication.
+// zlib's crc32 takes four to five times as long for payloads of 64 KiB and more.
 #pragma once
 #include <cstdint>
 

@@ -16,7 +16,7 @@ namespace shoal {
 namespace {
 
 constexpr uint32_t kInfinity = 0x7f800000u;
-constexpr int kShift = 15;  // 2^16 buckets: sign-less exponent and 8 bits of mantissa
+constexpr int kShift = 15;  // 2^16 buckets: the exponent and 8 bits of the mantissa
 constexpr int kBuckets = 1 << (31 - kShift);
 constexpr int64_t kGrain = 1 << 16;
 
@@ -75,7 +75,7 @@ bool topk_magnitude(const float* x, int64_t n, int64_t k, bool by_index, bool st
   for (int b = kInfinity >> kShift; b < kBuckets; ++b) nonfinite |= total(b) != 0;
   if (nonfinite && stop_on_nonfinite) return true;
 
-  // The bucket that holds the k-th magnitude, and how many above it are surely in.
+  // The bucket of the k-th magnitude, and the number of values in higher buckets.
   int edge = kBuckets - 1;
   int64_t above = 0;
   for (int64_t here = total(edge); above + here < k; here = total(--edge)) above += here;
@@ -89,7 +89,7 @@ bool topk_magnitude(const float* x, int64_t n, int64_t k, bool by_index, bool st
   }
   std::vector<Candidate> found(offset[parts] + 1);  // one spare, since the loop below writes before it knows
   parallel_parts(parts, [&](int64_t part) {
-    // A local piece, so that the spare write never lands in the next part's.
+    // A local array, so that the spare write does not reach the next part's range.
     std::unique_ptr<Candidate[]> mine(new Candidate[offset[part + 1] - offset[part] + 1]);
     int64_t at = 0;
     for (int64_t i = begin(part), end = begin(part + 1); i < end; ++i) {
@@ -101,7 +101,7 @@ bool topk_magnitude(const float* x, int64_t n, int64_t k, bool by_index, bool st
   });
   found.pop_back();
 
-  // In the edge bucket the largest keys win, among equal keys the lowest indices.
+  // Of the edge bucket, keep the largest keys, and of equal keys the lowest indices.
   const int64_t wanted = k - above;
   std::vector<uint32_t> edge_keys;
   const uint32_t edge_high = edge_low + (1u << kShift);

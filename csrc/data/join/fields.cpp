@@ -19,12 +19,12 @@ std::string_view trimmed(std::string_view text) {
   return text;
 }
 
-// Reads the members of a JSON object one after the other. Values inside of values are passed over, not checked.
+// Reads the members of a JSON object one after another. Nested values are skipped, not checked.
 class Members {
  public:
   explicit Members(std::string_view text) : at_(text.data()), end_(text.data() + text.size()) {}
 
-  // True for a member; false at the end, with `*why` where the text is no object.
+  // True for a member; false at the end, with `*why` if the text is not an object.
   bool next(std::string_view* name, std::string_view* value, bool* quoted, std::string* why) {
     if (first_) {
       if (!take('{')) return fail(why, "is not a JSON object");
@@ -140,7 +140,7 @@ bool hex4(std::string_view text, size_t at, uint32_t* out) {
   return true;
 }
 
-// Appends what a JSON string says; two spellings of one text are one key.
+// Appends a JSON string unescaped, so that two spellings of one text are one key.
 bool append_unescaped(std::string_view text, std::string* out) {
   for (size_t i = 0; i < text.size(); ++i) {
     if (text[i] != '\\') {
@@ -175,7 +175,7 @@ bool text_of(std::string_view raw, bool quoted, std::string* out) {
 bool read_time(const Fields& fields, std::string_view text, int64_t* out) {
   if (fields.per_second == 0) return read_iso_time(text, out);
   int64_t whole;
-  if (to_integer(text, &whole)) {  // exact also where a double is not
+  if (to_integer(text, &whole)) {  // exact even for integers that a double cannot hold
     const double limit = static_cast<double>(kMaxTime) / 1e6 * fields.per_second;
     if (std::abs(static_cast<double>(whole)) > limit) return false;
     *out = fields.per_second <= 1e6 ? whole * static_cast<int64_t>(1e6 / fields.per_second)
@@ -190,7 +190,7 @@ bool read_time(const Fields& fields, std::string_view text, int64_t* out) {
   return true;
 }
 
-// What was found of a message, in either coding.
+// The fields found in a message, of JSON or of text.
 struct Found {
   std::vector<std::pair<std::string_view, bool>> key;  // with whether it was in quotes
   std::string_view time, kind, value;
@@ -216,7 +216,7 @@ bool find_json(const Fields& fields, std::string_view text, Found* out, std::str
     if (!fields.value.empty() && name == fields.value) out->value = value, out->has_value = value != "null";
     for (const std::string& taken : fields.forbidden) {
       if (name == taken) {
-        *why = "has a member " + shown(name) + " already, which the joiner adds";
+        *why = "must not have a member " + shown(name) + ", since the joiner adds it";
         return false;
       }
     }

@@ -1,4 +1,4 @@
-// What the joiner needs of a message: its key, its time, and for an action its kind and its value.
+// The fields of a message that the joiner uses: key, time, and for an action its kind and value.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -15,7 +15,7 @@ struct Fields {
   char delimiter = ',';              // of text
   std::vector<std::string> key;      // names of JSON members, whose values together are the key
   std::string time, kind, value;     // names; kind and value may be empty
-  std::vector<int64_t> key_columns;  // the same in text, as numbers of columns; -1 for none
+  std::vector<int64_t> key_columns;  // the same for text, as numbers of columns; -1 for none
   int64_t time_column = -1, kind_column = -1, value_column = -1;
   double per_second = 1;               // units of the time field; 0 for ISO 8601
   std::vector<std::string> forbidden;  // members that a message must not have, since the joiner adds them
@@ -28,16 +28,16 @@ struct Message {
   double value = 0;
   bool has_value = false;
   std::string_view payload;  // without spaces around it
-  std::string kind_text;     // what kind views where the message had escapes
+  std::string kind_text;     // holds `kind` if the message had escapes in it
 };
 
 constexpr size_t kMaxKey = 4096;
-constexpr int64_t kMaxTime = int64_t{1} << 60;  // microseconds; beyond it sums with windows might overflow
+constexpr int64_t kMaxTime = int64_t{1} << 60;  // microseconds; later times might overflow when a window is added
 
 // False, with a reason, for a message that cannot be joined.
 bool read_message(const Fields& fields, std::string_view text, Message* out, std::string* why);
 
-// Microseconds since 1970 of "2026-11-01T12:00:00.5Z", of a date alone, and of times with an offset.
+// Microseconds since 1970 of a time such as "2026-11-01T12:00:00.5Z" (or with an offset), or of a date.
 bool read_iso_time(std::string_view text, int64_t* out);
 
 }  // namespace shoal::join

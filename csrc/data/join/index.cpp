@@ -34,7 +34,7 @@ bool KeyIndex::erase(uint64_t hash, Location at) {
   Entry* found = locate(hash, at);
   if (found == nullptr) return false;
   Part& part = parts_[hash >> 54];
-  // Entries behind it that are not in their own place move up, so that no probe ends too early.
+  // Later entries that are not at home move into the hole, so that no probe ends too early.
   size_t hole = static_cast<size_t>(found - part.entries.get());
   for (size_t i = hole + 1 < part.capacity ? hole + 1 : 0; part.entries[i].hash != 0;
        i = i + 1 < part.capacity ? i + 1 : 0) {
@@ -67,13 +67,6 @@ void KeyIndex::resize(Part& part, size_t capacity) {
   }
   bytes_ += static_cast<int64_t>(capacity * sizeof(Entry)) - static_cast<int64_t>(part.capacity * sizeof(Entry));
   part = std::move(next);
-}
-
-void KeyIndex::clear() {
-  parts_.clear();
-  parts_.resize(kParts);
-  size_ = 0;
-  bytes_ = kParts * sizeof(Part);
 }
 
 }  // namespace shoal::join

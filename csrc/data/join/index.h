@@ -1,4 +1,4 @@
-// Where the records of a key are: 64 bits of the key's hash -> locations, several for one hash where there are several.
+// Where the records of a key are: a map from 64 bits of the key's hash to one or several locations.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -6,11 +6,11 @@
 
 namespace shoal::join {
 
-// Side, whether the impression was emitted, the segment and the byte in it.
+// A record's side, whether the impression was emitted, its segment and the byte in it.
 struct Location {
   uint64_t bits = 0;
 
-  static constexpr uint64_t kActive = (uint64_t{1} << 22) - 1;  // the segment number of what is in memory
+  static constexpr uint64_t kActive = (uint64_t{1} << 22) - 1;  // the segment number of records in memory
   static constexpr uint64_t kOffset = (uint64_t{1} << 40) - 1;
   static Location of(bool action, uint64_t segment, uint64_t offset) {
     return {static_cast<uint64_t>(action) << 63 | (segment & kActive) << 40 | (offset & kOffset)};
@@ -24,7 +24,7 @@ struct Location {
   bool operator==(const Location&) const = default;
 };
 
-// Open addressing in 1,024 parts, so that growing touches a thousandth at a time and memory follows the contents.
+// Open addressing in 1,024 parts, so that only a thousandth is resized at a time.
 class KeyIndex {
  public:
   struct Entry {
@@ -33,7 +33,7 @@ class KeyIndex {
   };
 
   void insert(uint64_t hash, Location at);
-  // Calls `visit(Location)` for every location of a hash, in no order. `visit` must not change the index.
+  // Calls `visit(Location)` for every location of a hash, in no particular order. `visit` must not change the index.
   template <class Visit>
   void find(uint64_t hash, Visit&& visit) const {
     hash += hash == 0;
@@ -43,12 +43,12 @@ class KeyIndex {
       if (part.entries[i].hash == hash) visit(part.entries[i].at);
     }
   }
-  // The entry of a location, flags aside; null where there is none. Valid until the next change.
+  // The entry of a location, whether it was emitted or not; null if there is none. Valid until the next change.
   Location* find(uint64_t hash, Location at);
   bool erase(uint64_t hash, Location at);
-  // Erases every entry for which `drop(Location)`; how many. Slow: it reads all of the index.
+  // Erases every entry for which `drop(Location)` is true. Slow: it reads the complete index.
   template <class Drop>
-  int64_t erase_if(Drop&& drop) {
+  void erase_if(Drop&& drop) {
     std::vector<Entry> doomed;
     for (const Part& part : parts_) {
       for (size_t i = 0; i < part.capacity; ++i) {
@@ -56,7 +56,6 @@ class KeyIndex {
       }
     }
     for (const Entry& entry : doomed) erase(entry.hash, entry.at);
-    return static_cast<int64_t>(doomed.size());
   }
   void prefetch(uint64_t hash) const {
     const Part& part = parts_[hash >> 54];
@@ -64,7 +63,6 @@ class KeyIndex {
   }
   int64_t size() const { return size_; }
   int64_t bytes() const { return bytes_; }
-  void clear();
 
  private:
   struct Part {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <limits>
 #include <stdexcept>
 #include <tuple>
 
@@ -51,7 +50,7 @@ bool keeps_negative(std::string_view key, uint64_t seed, double rate) {
 
 Joiner::Joiner(Settings settings, std::string folder) : settings_(std::move(settings)), files_(std::move(folder)) {
   if (settings_.labels.empty() || settings_.labels.size() > 64)
-    throw std::invalid_argument("a joiner must have 1 to 64 labels");
+    throw std::invalid_argument("a joiner must have 1..64 labels, got " + std::to_string(settings_.labels.size()));
   block_size_ = static_cast<size_t>(
       settings_.block > 0 ? settings_.block : std::clamp<int64_t>(settings_.budget / 8, 4096, kLargestBlock));
   block_ = std::make_unique_for_overwrite<char[]>(block_size_);
@@ -62,7 +61,7 @@ Joiner::Joiner(Settings settings, std::string folder) : settings_(std::move(sett
 
 uint64_t Joiner::hash_of(std::string_view key) const { return hash_id(hash_text(key) ^ settings_.salt); }
 
-// --- what comes in ---------------------------------------------------------------------------------------------------
+// --- input -----------------------------------------------------------------------------------------------------------
 
 std::vector<Broken> Joiner::read(int side, const std::vector<std::string_view>& messages, int64_t latest) {
   std::vector<Broken> broken;
@@ -159,7 +158,7 @@ int64_t Joiner::replay(const std::string& path, int64_t bytes, const std::functi
           const size_t left = pending_.size() - at;
           const bool fits = left >= sizeof(Header) && size_at(pending_, at) <= left && size_at(pending_, at) > 0;
           if (!fits || !Record(pending_.data() + at).consistent())
-            throw DataError("tail " + path + " is damaged: the sizes of a record do not fit");
+            throw DataError("tail " + path + " is damaged: the sizes of a record do not match");
           at += size_at(pending_, at);
         }
         begin(arrival, position);
@@ -215,7 +214,7 @@ void Joiner::impression(char* record, uint64_t hash) {
     twice = other.header().due > watermarks_[kImpressions] && other.key() == given.key();
   });
   if (!twice) {
-    make_room(given.header().size);  // first, since it may move what waits
+    make_room(given.header().size);  // first, since it may move waiting actions
     std::vector<Waiting> waiting;
     if (settings_.close_on_action) waiting = eligible(given, hash);
     const uint64_t order = numbers_[kImpressions];
@@ -249,7 +248,7 @@ void Joiner::action(char* record, uint64_t hash) {
   std::memcpy(record + sizeof(Header) + offsetof(Action, watermark), &watermark, sizeof watermark);
   bool done = false;
   if (settings_.close_on_action) {
-    // The impression whose window ends first among those that it is in.
+    // Of the impressions in whose windows the action is, the one whose window ends first.
     Location found{};
     Header chosen{};
     bool any = false;
@@ -324,7 +323,7 @@ Location Joiner::place(const Record& record, uint64_t hash) {
 }
 
 Segment& Joiner::segment(uint64_t number) {
-  // Locations have the lower bits of a number alone; segments that live at the same time differ in them.
+  // A location has only the lower bits of a number; segments that exist at the same time differ in them.
   if (!segments_.empty()) {
     const uint64_t base = segments_.front()->number;
     number = base + ((number - base) & Location::kActive);
@@ -332,7 +331,7 @@ Segment& Joiner::segment(uint64_t number) {
                                         [](const auto& one, uint64_t n) { return one->number < n; });
     if (found != segments_.end() && (*found)->number == number) return **found;
   }
-  throw std::logic_error("the joiner's index names a segment that is gone");
+  throw std::logic_error("the joiner's index refers to segment " + std::to_string(number) + ", which does not exist");
 }
 
 Record Joiner::record_at(Location at, std::vector<char>* scratch) {
@@ -340,7 +339,7 @@ Record Joiner::record_at(Location at, std::vector<char>* scratch) {
   return files_.read(segment(at.segment()), static_cast<int64_t>(at.offset()), scratch);
 }
 
-// The actions that wait for this impression, in the order in which they came.
+// The actions that wait for this impression, in order of arrival.
 std::vector<Joiner::Waiting> Joiner::eligible(const Record& impression, uint64_t hash) {
   std::vector<Waiting> out;
   const int64_t due = impression.header().due, shown = due - settings_.window;
@@ -371,7 +370,7 @@ void Joiner::consume(uint64_t hash, Location at, int64_t due) {
   mark(at, due);
 }
 
-// The window is closed by its first action. What else waits for the impression comes too late for it.
+// The window is closed by its first action. Other waiting actions are too late for it.
 void Joiner::emit_now(const Record& impression, Location at, uint64_t hash, const Waiting& action,
                       const std::vector<Waiting>& others) {
   emit(impression, {action});
@@ -383,7 +382,7 @@ void Joiner::emit_now(const Record& impression, Location at, uint64_t hash, cons
   --open_[kImpressions];
 }
 
-// --- what leaves -----------------------------------------------------------------------------------------------------
+// --- output ----------------------------------------------------------------------------------------------------------
 
 bool Joiner::close_due(int64_t bytes) {
   while (true) {
@@ -431,7 +430,7 @@ Record Joiner::head(Segment& from) {
 void Joiner::leave(const Record& record, Location at) {
   const uint64_t hash = hash_of(record.key());
   const Location* entry = index_.find(hash, at);
-  if (entry == nullptr) return;  // an action that its impression got
+  if (entry == nullptr) return;  // an action that was joined
   const bool spilled = at.segment() != Location::kActive;
   if (record.is_action()) {
     index_.erase(hash, at);
@@ -450,7 +449,7 @@ void Joiner::leave(const Record& record, Location at) {
   spilled_ -= spilled;
   for (const Waiting& one : actions) consume(hash, one.at, one.due);
   if (actions.size() > 1) {
-    // The same action twice counts once; the first to come stays.
+    // Duplicate actions count once; the first is kept.
     const auto same = [](const Waiting& w) { return std::tie(w.time, w.kind, w.value); };
     std::sort(actions.begin(), actions.end(), [&](const Waiting& a, const Waiting& b) {
       return same(a) != same(b) ? same(a) < same(b) : a.number < b.number;

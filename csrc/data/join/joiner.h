@@ -1,8 +1,8 @@
-// Joins impressions with the actions that come for them, by key, within a window of event time.
+// Joins impressions with their actions, by key, within a window of event time.
 //
-// What it computes is src/shoal/data/joining/reference.py, in a few dozen lines. Here it is done for millions of open
-// impressions in a fixed memory: keys in an index, the newest records in one block of memory, all others in segments on
-// disk that are sorted by when their records leave. Single-threaded.
+// src/shoal/data/joining/reference.py defines the result in a few dozen lines. This joins millions of open impressions
+// in a fixed amount of memory: keys are in an index, the newest records in one block of memory, all others in segments
+// on disk, sorted by when their records leave. Single-threaded.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -11,7 +11,6 @@
 #include <memory>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "data/join/fields.h"
@@ -30,15 +29,15 @@ enum class Rule : int { any, count, sum, max, first, last };
 struct Label {
   std::string name;
   Rule rule = Rule::any;
-  std::vector<std::string> kinds;  // of actions that count; none: all
+  std::vector<std::string> kinds;  // of actions that count; empty: all
 };
 
 struct Settings {
-  int64_t window = 0;            // microseconds, as all times
-  int64_t before = 0;            // how much earlier than its impression an action may be
-  int64_t lateness[2] = {0, 0};  // how far out of order a stream is
+  int64_t window = 0;            // microseconds, like all times
+  int64_t before = 0;            // how long before its impression an action may be
+  int64_t lateness[2] = {0, 0};  // how far out of order each stream may be
   bool close_on_action = false;  // emit at the first action that counts for the first label
-  int64_t max_actions = 1000;    // that wait for one key
+  int64_t max_actions = 1000;    // that may wait for one key
   double keep_negatives = 1;
   uint64_t seed = 0;
   int64_t budget = int64_t{1} << 30;
@@ -70,7 +69,7 @@ enum Counter : int {
 };
 const char* counter_name(int counter);
 
-// Whether a negative of this key is kept: the same in every process, run and version.
+// Whether to keep a negative with this key: the same in every process, run and version.
 bool keeps_negative(std::string_view key, uint64_t seed, double rate);
 
 struct Broken {
@@ -80,19 +79,19 @@ struct Broken {
 
 class Joiner {
  public:
-  // Uses a folder that exists, which must hold nothing but this joiner's files.
+  // The folder must exist and contain only this joiner's files.
   Joiner(Settings settings, std::string folder);
 
-  // Reads messages of one side and returns the broken ones, so that these can be kept elsewhere before accept().
-  // Those with a time after `latest` are broken, since one wrong clock would close all windows.
+  // Reads messages of one side and returns the broken ones, so that the caller can keep them before accept(). A message
+  // with a time after `latest` is broken, since one wrong clock would close all windows.
   std::vector<Broken> read(int side, const std::vector<std::string_view>& messages, int64_t latest);
-  // Writes what was read to the tail; run() joins it.
+  // Writes the messages read to the tail; run() joins them.
   void accept(std::string_view position);
-  // Nothing before `watermark` will come from this side: it ended, or is quiet.
+  // Says that no message before `watermark` will arrive from this side, which has ended or is idle.
   void advance(int side, int64_t watermark, std::string_view position);
   // Joins until everything accepted is done (false) or `bytes` of samples wait to be taken (true).
   bool run(int64_t bytes);
-  // The samples since the last call, in order; they are one after the other in `bytes`.
+  // The samples since the last call, in order; they follow each other in `bytes`.
   struct Samples {
     int64_t first = 0;  // the number of the first one
     std::string bytes;
@@ -100,21 +99,21 @@ class Joiner {
   };
   Samples take();
 
-  // Everything in memory goes to a segment. Between run() == false and the next accept() this is the state:
+  // Writes everything in memory to a segment. Between run() == false and the next accept(), the state is then:
   void seal();
   std::vector<const Segment*> live() const;  // segments that hold something
   std::map<std::string, int64_t> state() const;
   const std::string& position(int side) const { return positions_[side]; }
-  // Brings it back: the index is made again from the segments.
+  // Restores the state; the index is rebuilt from the segments.
   void restore(const std::map<std::string, int64_t>& state, const std::vector<uint64_t>& segments,
                const std::array<std::string, 2>& positions);
-  // Reads a tail, joining what it holds; `each` is called whenever `bytes` of samples wait to be taken. Returns where
-  // the tail's last whole frame ends.
+  // Reads a tail and joins its messages; `each` is called whenever `bytes` of samples wait to be taken. Returns where
+  // the tail's last complete frame ends.
   int64_t replay(const std::string& path, int64_t bytes, const std::function<void()>& each, int64_t* torn);
-  // Begins a new tail after what was replayed (or at 0).
+  // Begins a new tail after the replayed frames (or at 0).
   void open_tail(const std::string& path, int64_t end, bool sync) { tail_.open(path, end, sync); }
   int64_t tail_bytes() const { return tail_.bytes(); }
-  // Goes on without a damaged segment; how many records are lost, which is counted.
+  // Drops a damaged segment. Returns the number of lost records, which is counted.
   int64_t drop_segment(uint64_t number);
 
   int64_t counter(int which) const { return counters_[which]; }
@@ -176,14 +175,14 @@ class Joiner {
   KeyIndex index_;
   std::unique_ptr<char[]> block_;  // the newest records
   size_t block_size_ = 0, block_used_ = 0, block_touched_ = 0;
-  std::vector<Due> in_block_;                       // a heap: what leaves first is in front
+  std::vector<Due> in_block_;                       // a heap: the record that leaves first is in front
   std::vector<Due> on_disk_;                        // a heap of the first record of each segment
   std::vector<std::unique_ptr<Segment>> segments_;  // by number
   std::vector<uint64_t> marks_;                     // records on disk that left since the last segment was written
   int64_t marks_until_ = kNever;
   uint64_t next_segment_ = 0;
   int64_t cursor_bytes_ = 0;
-  static constexpr size_t kAhead = 8;  // records whose places in the index are asked for early
+  static constexpr size_t kAhead = 8;  // records whose places in the index are prefetched
   std::vector<char> read_;             // records that were read and not accepted yet
   Arrival read_arrival_;
   std::vector<char> pending_;  // records that were accepted and not joined yet

@@ -1,4 +1,4 @@
-// An open impression or a waiting action as bytes, the same in memory, in segments and in the tail.
+// An open impression or a waiting action as bytes; the format is the same in memory, in segments and in the tail.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -11,18 +11,18 @@ namespace shoal::join {
 enum Side : int { kImpressions = 0, kActions = 1 };
 
 struct Header {
-  uint32_t size;   // of the whole record, a multiple of 8
-  uint32_t crc;    // of what comes after it, in segments
-  int64_t due;     // when it leaves: the end of an impression's window, or of the last one an action may be in
-  uint64_t order;  // side << 63 | number in its stream; among equal dues impressions leave first
+  uint32_t size;   // of the complete record, a multiple of 8
+  uint32_t crc;    // of the bytes after it; only in segments
+  int64_t due;     // when it leaves: at the end of an impression's window, or of the last one that an action may be in
+  uint64_t order;  // side << 63 | number in its stream; if due at the same time, impressions leave first
   uint32_t body;   // bytes of the payload, or of the action's kind
   uint16_t key;
-  uint16_t emitted;  // an impression that left already, by its first action; its key stays until its window ends
+  uint16_t emitted;  // 1: an impression that was emitted at its first action; its key stays until its window ends
 };
 static_assert(sizeof(Header) == 32);
 
 struct Action {       // after the header of an action
-  int64_t watermark;  // of the actions when it came
+  int64_t watermark;  // of the actions when it arrived
   double value;
   uint64_t mask;  // the labels that it counts for
 };
@@ -44,7 +44,7 @@ class Record {
   static size_t bytes(bool action, size_t key, size_t body) {
     return (sizeof(Header) + (action ? sizeof(Action) : 0) + key + body + 7) / 8 * 8;
   }
-  bool consistent() const {  // whether the sizes fit each other; nothing beyond size is then read
+  bool consistent() const {  // whether the sizes match; then nothing is read after `size` bytes
     const Header& h = header();
     return h.size <= kMaxRecord && h.size == bytes(is_action(), h.key, h.body);
   }
@@ -54,7 +54,7 @@ class Record {
   const char* at_ = nullptr;
 };
 
-// Writes a record; its crc is set by seal_record.
+// Writes a record; Segments::write sets its crc.
 inline void write_record(char* at, const Header& header, const Action* action, std::string_view key,
                          std::string_view body) {
   char* to = at + sizeof(Header);

@@ -5,8 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <system_error>
 
 #include "io/error.h"
 #include "io/out_file.h"
@@ -17,7 +15,7 @@ namespace {
 
 constexpr char kMagic[9] = "SHJOIN1\n";
 constexpr size_t kOpenFiles = 48;
-constexpr int64_t kFirstRead = 512;  // of one record; most are smaller
+constexpr int64_t kFirstRead = 512;  // bytes to read of a record at first; most are smaller
 
 struct FileHeader {
   char magic[8];
@@ -32,8 +30,6 @@ uint32_t header_crc(const FileHeader& header, const std::vector<uint64_t>& marks
   const uint32_t crc = crc32c(&header, offsetof(FileHeader, crc));
   return crc32c_extend(crc, marks.data(), marks.size() * sizeof(uint64_t));
 }
-
-std::system_error os_error(const std::string& path) { return {errno, std::generic_category(), path}; }
 
 [[noreturn]] void damaged(const Segment& segment, int64_t at, const char* what) {
   throw DataError("segment " + segment.path + " is damaged at byte " + std::to_string(at) + ": " + what);
@@ -69,7 +65,7 @@ Segment Segments::write(uint64_t number, int64_t keep_until, const std::vector<u
   out.path = path_of(number);
   out.keep_until = keep_until;
   const std::string temporary = out.path + "-tmp-0";
-  ::unlink(temporary.c_str());  // of a process that was killed
+  ::unlink(temporary.c_str());  // a killed process may have left it
   OutFile file(temporary, false);
   FileHeader header{};
   std::memcpy(header.magic, kMagic, 8);
@@ -108,14 +104,14 @@ Segment Segments::open(uint64_t number, std::vector<uint64_t>* marks) {
   FileHeader header;
   if (read_at(out, reinterpret_cast<char*>(&header), sizeof header, 0) != sizeof header ||
       std::memcmp(header.magic, kMagic, 8) != 0)
-    damaged(out, 0, "it does not begin as one");
+    damaged(out, 0, "it does not begin with a segment's header");
   if (header.marks > (static_cast<uint64_t>(found.st_size) - sizeof header) / sizeof(uint64_t))
     damaged(out, 8, "it is too short for its marks");
   marks->resize(header.marks);
   const size_t bytes = header.marks * sizeof(uint64_t);
   if (read_at(out, reinterpret_cast<char*>(marks->data()), bytes, sizeof header) != bytes)
     damaged(out, sizeof header, "it ends inside its marks");
-  if (header_crc(header, *marks) != header.crc) damaged(out, 0, "its header's checksum does not fit");
+  if (header_crc(header, *marks) != header.crc) damaged(out, 0, "the checksum of its header does not match");
   out.keep_until = header.keep_until;
   out.begin = out.next = static_cast<int64_t>(sizeof header + bytes);
   return out;
@@ -134,7 +130,7 @@ Record Segments::head(Segment& segment, int64_t want) {
     while (true) {
       want = std::min((want + 7) / 8 * 8, segment.digest.bytes - segment.next);
       if (static_cast<int64_t>(segment.buffer.size()) != want) {
-        segment.buffer = {};  // before the new one, not after it
+        segment.buffer = {};  // free it before the new one is allocated
         segment.buffer.resize(static_cast<size_t>(want));
       }
       segment.buffered_at = segment.next;
@@ -172,10 +168,10 @@ Record Segments::read(const Segment& segment, int64_t at, std::vector<char>* scr
 Record Segments::checked(const Segment& segment, const char* data, int64_t at, int64_t there) const {
   if (there < static_cast<int64_t>(sizeof(Header))) damaged(segment, at, "it ends inside a record");
   const Record record(data);
-  if (!record.consistent()) damaged(segment, at, "the sizes of a record do not fit");
+  if (!record.consistent()) damaged(segment, at, "the sizes of a record do not match");
   if (record.header().size > there) damaged(segment, at, "it ends inside a record");
   if (record_crc(data, record.header().size) != record.header().crc)
-    damaged(segment, at, "a record's checksum does not fit");
+    damaged(segment, at, "the checksum of a record does not match");
   return record;
 }
 

@@ -1,7 +1,7 @@
 // Records on disk: immutable files, sorted by when their records leave, read once from the front as windows close.
 //
-// A file is: 8 bytes of magic, the number of marks, until when it must be kept, a CRC-32C of these and of the marks,
-// 4 bytes of zeros, the marks (locations of records that left early), the records.
+// A file has 8 bytes of magic, the number of marks, the time until which it must be kept, a CRC-32C of these and of the
+// marks, 4 bytes of zeros, the marks (locations of records that left early), and the records.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -17,9 +17,9 @@ struct Segment {
   uint64_t number = 0;
   std::string path;
   FileDigest digest;
-  int64_t keep_until = 0;  // the last due of its records and of those that its marks name
+  int64_t keep_until = 0;  // the latest `due` of its records and of the marked ones
   int64_t begin = 0;       // where its records begin
-  int64_t next = 0;        // where the first record is that has not left; the end of the file when all have
+  int64_t next = 0;        // the first record that has not left; the end of the file if all have
   // A part of the file around `next`, while records leave.
   std::vector<char> buffer;
   int64_t buffered_at = 0;
@@ -37,13 +37,13 @@ class Segments {
   Segments& operator=(const Segments&) = delete;
 
   std::string path_of(uint64_t number) const;
-  // Writes a file with these marks and records and flushes it to the disk. Throws std::system_error, and then leaves
-  // nothing behind. `places[i]` becomes the byte at which record i begins.
+  // Writes a file with these marks and records and flushes it to the disk; on failure it removes the file and throws
+  // std::system_error. `places[i]` becomes the byte at which record i begins.
   Segment write(uint64_t number, int64_t keep_until, const std::vector<uint64_t>& marks,
                 const std::vector<const char*>& records, std::vector<int64_t>* places);
   // Opens a file that was written before; its header and marks are checked.
   Segment open(uint64_t number, std::vector<uint64_t>* marks);
-  // The record at `next`, valid until the segment is read again. `want` is how much to read at once.
+  // The record at `next`, valid until the segment is read again. `want`: the number of bytes to read at once.
   Record head(Segment& segment, int64_t want);
   // Any record; it is copied to `scratch` unless it is near `next`.
   Record read(const Segment& segment, int64_t at, std::vector<char>* scratch);

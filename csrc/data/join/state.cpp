@@ -1,4 +1,4 @@
-// The joiner's memory goes to segments, and comes back from them.
+// Saving the joiner's memory to segments and restoring it.
 #include <algorithm>
 #include <stdexcept>
 #include <unordered_set>
@@ -10,7 +10,7 @@ namespace shoal::join {
 
 void Joiner::seal() {
   reap();
-  if (marks_until_ <= closed_) marks_ = {}, marks_until_ = kNever;  // what they name has left in any case
+  if (marks_until_ <= closed_) marks_ = {}, marks_until_ = kNever;  // the marked records are due anyway
   std::vector<Due> order;
   order.reserve(in_block_.size());
   int64_t keep_until = marks_until_;
@@ -18,7 +18,7 @@ void Joiner::seal() {
     const Record record(block_.get() + one.where);
     const Location* entry =
         index_.find(hash_of(record.key()), Location::of(record.is_action(), Location::kActive, one.where));
-    if (entry == nullptr) continue;  // an action that its impression got
+    if (entry == nullptr) continue;  // an action that was joined
     order.push_back(one);
     keep_until = std::max(keep_until, one.due);
     const uint16_t emitted = entry->emitted();
@@ -56,7 +56,7 @@ void Joiner::seal() {
   block_used_ = 0;
 }
 
-// Forgets segments of which nothing is open. Their files belong to the checkpoint, which removes them.
+// Forgets segments without open records. The checkpoint removes their files.
 void Joiner::reap() {
   std::erase_if(segments_, [&](const std::unique_ptr<Segment>& one) {
     if (one->ended() && !one->buffer.empty()) {
@@ -95,10 +95,11 @@ std::map<std::string, int64_t> Joiner::state() const {
 
 void Joiner::restore(const std::map<std::string, int64_t>& state, const std::vector<uint64_t>& segments,
                      const std::array<std::string, 2>& positions) {
-  if (next_segment_ != 0 || !in_block_.empty()) throw std::logic_error("Joiner.restore: it must be a new joiner");
+  if (next_segment_ != 0 || !in_block_.empty())
+    throw std::logic_error("Joiner.restore: only a new joiner can be restored");
   const auto get = [&](const std::string& name) {
     const auto found = state.find(name);
-    if (found == state.end()) throw DataError("the state of a joiner lacks " + name);
+    if (found == state.end()) throw DataError("the state of a joiner has no " + name);
     return found->second;
   };
   for (int c = 0; c < kCounters; ++c) counters_[c] = get(counter_name(c));
@@ -184,7 +185,7 @@ void Joiner::check_budget() {
   throw std::length_error("the keys of " + std::to_string(index_.size()) + " open records need " +
                           std::to_string(index_.bytes() >> 20) + " MiB, more than 70 % of the memory budget of " +
                           std::to_string(settings_.budget >> 20) +
-                          " MiB; raise the budget or shorten the window, and run it again: nothing is lost");
+                          " MiB; raise the budget or shorten the window and run it again. Nothing is lost");
 }
 
 }  // namespace shoal::join

@@ -4,9 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <cstring>
-#include <system_error>
 
 #include "io/crc32c.h"
 #include "io/error.h"
@@ -18,9 +16,7 @@ namespace {
 constexpr size_t kFrame = 8;  // bytes, CRC
 constexpr uint32_t kMaxFrame = uint32_t{1} << 30;
 
-std::system_error os_error(const std::string& path) { return {errno, std::generic_category(), path}; }
-
-// Records are read where they are, so they begin at multiples of 8.
+// Records are read in place, so they must begin at multiples of 8.
 size_t padded_size(size_t n) { return (n + 7) / 8 * 8; }
 
 size_t read_some(int fd, char* to, size_t n, const std::string& path) {
@@ -69,7 +65,8 @@ void Tail::append(Arrival arrival, std::string_view position, std::string_view r
   arrival.position = static_cast<uint32_t>(position.size());
   const size_t padded = padded_size(position.size());
   const size_t size = sizeof arrival + padded + records.size();
-  if (size > kMaxFrame) throw DataError("a batch of the joiner must have at most 1 GiB");
+  if (size > kMaxFrame)
+    throw DataError("a batch of the joiner must have at most 1073741824 bytes, got " + std::to_string(size));
   frame_.resize(kFrame + size);
   char* at = frame_.data() + kFrame;
   std::memcpy(at, &arrival, sizeof arrival);
@@ -127,7 +124,7 @@ int64_t read_tail(const std::string& path,
       good = padded_size(arrival.position) <= head[0] - sizeof arrival && (arrival.side == 0 || arrival.side == 1);
     }
     if (!good) {
-      const bool zeros = whole && head[0] == 0 && head[1] == 0;  // a machine that lost power may leave them
+      const bool zeros = whole && head[0] == 0 && head[1] == 0;  // a power failure may leave zeros
       if (whole && end < size && !zeros)
         throw DataError("tail " + path + " is damaged at byte " + std::to_string(at) + ", with " +
                         std::to_string(size - end) + " bytes after the damage");

@@ -14,7 +14,8 @@ SocketAddress resolve(const std::string& address, std::string* why) {
     local.sun_family = AF_UNIX;
     const std::string path = address.substr(address.starts_with("unix://") ? 7 : 5);
     if (path.size() >= sizeof local.sun_path) {
-      *why = "its path is too long";
+      *why = "the path must have at most " + std::to_string(sizeof local.sun_path - 1) + " bytes, got " +
+             std::to_string(path.size());
       return {};
     }
     std::copy(path.begin(), path.end(), local.sun_path);

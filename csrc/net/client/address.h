@@ -1,4 +1,4 @@
-// The addresses that callers take: "host:port", "[v6]:port" or "unix:path".
+// The addresses that callers accept: "host:port", "[v6]:port" or "unix:path".
 #pragma once
 #include <string>
 #include <vector>
@@ -7,7 +7,7 @@ namespace shoal::net {
 
 using SocketAddress = std::vector<char>;  // the bytes of a sockaddr
 
-// Looks a name up, which may take long; empty with why it has no address.
+// Resolves a name, which may take long; on failure returns nothing, and the reason in `why`.
 SocketAddress resolve(const std::string& address, std::string* why);
 
 }  // namespace shoal::net

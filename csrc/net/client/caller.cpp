@@ -60,7 +60,7 @@ Caller::~Caller() {
   ::close(epoll_);
 }
 
-// --- of any thread ---------------------------------------------------------------------------------------------------
+// --- for any thread --------------------------------------------------------------------------------------------------
 
 void Caller::wake() {
   const uint64_t one = 1;
@@ -86,9 +86,9 @@ std::vector<OutgoingPtr> Caller::start_all(std::vector<Request> requests, double
     call->deadline_ns_ = deadline;
     std::string why;
     if (forked_) {
-      end(call, kUnavailable, "the client was made before a fork");
+      end(call, kUnavailable, "the client was created before a fork; create another one in the child");
     } else if (!known(call->address_, &why)) {
-      end(call, kUnavailable, "the name of " + call->address_ + " cannot be resolved: " + why);
+      end(call, kUnavailable, "cannot resolve " + call->address_ + ": " + why);
     }
     calls.push_back(std::move(call));
   }
@@ -132,7 +132,7 @@ void Caller::keep(const std::vector<std::string>& addresses) {
   wake();
 }
 
-// A child has no such thread: it closes its copies of the descriptors, and every call ends at once.
+// A child does not have the thread: it closes its copies of the descriptors, and every call ends at once.
 void Caller::at_fork(Fork phase) {
   if (phase == Fork::prepare) {
     mutex_.lock();
@@ -216,7 +216,7 @@ void Caller::expire(const OutgoingPtr& call, int status, const std::string& why)
   if (Link* link = call->link_) {
     nghttp2_submit_rst_stream(link->session, NGHTTP2_FLAG_NONE, call->stream_, NGHTTP2_CANCEL);
     nghttp2_session_set_stream_user_data(link->session, call->stream_, nullptr);
-    call->link_ = nullptr;  // it stays among the open ones until the session has done with its body
+    call->link_ = nullptr;  // it stays in link->open until the session no longer uses its body
   }
   forget(call);
   end(call, status, why);
@@ -244,7 +244,7 @@ Caller::Link* Caller::link_to(const std::string& address, std::string* why) {
     if (known != resolved_.end()) where = known->second;
   }
   if (where.empty()) {
-    *why = "its name is not known any more";
+    *why = "its address is no longer known";
     return nullptr;
   }
   auto link = std::make_unique<Link>(this, address);
@@ -272,7 +272,7 @@ void Caller::begin(const OutgoingPtr& call) {
   const int32_t id =
       nghttp2_submit_request(link->session, nullptr, headers.data(), headers.size(), &provider, call.get());
   if (id < 0) {
-    link->leaving = true;  // it has had all the calls that a connection can have
+    link->leaving = true;  // no stream numbers are left
     return end(call, kUnavailable, "the connection to " + call->address_ + " takes no further calls");
   }
   link->open[id] = call;
@@ -281,9 +281,9 @@ void Caller::begin(const OutgoingPtr& call) {
   deadlines_.emplace(call->deadline_ns_, call);
 }
 
-// A call whose stream has ended.
+// Ends a call whose stream has ended.
 void Caller::finish(const OutgoingPtr& call, uint32_t code) {
-  if (!call->link_) return;  // nobody waits for it any more
+  if (!call->link_) return;  // it was cancelled or has expired
   call->link_ = nullptr;
   forget(call);
   std::string& got = call->message;
@@ -299,7 +299,7 @@ void Caller::finish(const OutgoingPtr& call, uint32_t code) {
   size_t size = 0;
   for (size_t i = 1; i < kPrefix && got.size() >= kPrefix; ++i) size = size << 8 | static_cast<uint8_t>(got[i]);
   if (got.size() < kPrefix || got[0] != 0 || got.size() != kPrefix + size)
-    return end(call, kInternal, "the answer of " + call->address_ + " is not one plain message");
+    return end(call, kInternal, "the answer of " + call->address_ + " must be one uncompressed message");
   got.erase(0, kPrefix);
   end(call, kOk, {});
 }
@@ -332,10 +332,10 @@ void Caller::receive(Link* link, uint32_t events) {
   }
 }
 
-// Writes what is to be written; ends a connection that is over.
+// Writes pending bytes; closes a connection that is broken or no longer needed.
 void Caller::settle(Link* link) {
   if (!link->connected && link->broken.empty() && now_ns() - link->since_ns > kConnect)
-    link->broken = "it took more than 5 s";
+    link->broken = "no connection after 5 s";
   while (link->connected && link->broken.empty()) {
     while (link->out.size() - link->out_at < kOut) {
       const uint8_t* data;
@@ -381,7 +381,7 @@ void Caller::fail(Link* link, int status, const std::string& why) {
   }
   {
     const std::lock_guard lock(mutex_);
-    resolved_.erase(link->address);  // the name may stand for another host by now
+    resolved_.erase(link->address);  // the name may belong to another host by now
   }
   const auto open = std::move(link->open);
   link->open.clear();

@@ -1,4 +1,4 @@
-// gRPC calls of other servers, many at a time: plain connections, one per address, that one thread speaks HTTP/2 on.
+// gRPC calls to other servers, many at a time: one thread speaks HTTP/2 on unencrypted connections, one per address.
 #pragma once
 #include <condition_variable>
 #include <cstdint>
@@ -16,14 +16,14 @@
 
 namespace shoal::net {
 
-// A call that was started. Its answer may be read when it has ended.
+// A started call. Its answer may be read after wait().
 class Outgoing {
  public:
-  void wait();  // until it has ended, which its deadline sees to
+  void wait();  // until it has ended, at the latest by its deadline
   int status = -1;
   std::string details;
   std::string message;
-  Metadata metadata;  // of the answer, first and last
+  Metadata metadata;  // of the answer: headers and trailers
 
  private:
   friend class Caller;
@@ -31,7 +31,7 @@ class Outgoing {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool ended_ = false;
-  // of the caller's thread
+  // For the caller's thread:
   std::string address_, path_, body_;
   Metadata sent_;
   int64_t deadline_ns_ = 0;
@@ -52,8 +52,8 @@ class Caller {
     std::string address, path, message;
     Metadata metadata;
   };
-  // Begins a call of the method at `path`, of a server at "host:port", "[v6]:port" or "unix:path". It may look the
-  // host's name up, and else returns at once: what is wrong is told by the call.
+  // Begins a call of the method at `path` of a server at "host:port", "[v6]:port" or "unix:path". It may have to
+  // resolve the host's name; otherwise it returns at once. The call reports errors.
   OutgoingPtr start(Request request, double timeout_s);
   // Several at once, under one deadline.
   std::vector<OutgoingPtr> start_all(std::vector<Request> requests, double timeout_s);
@@ -82,11 +82,11 @@ class Caller {
   const int64_t max_message_;
   int epoll_ = -1, wake_ = -1;
   std::unordered_map<std::string, std::unique_ptr<Link>> links_;
-  std::vector<std::unique_ptr<Link>> leaving_;  // they take no further calls
+  std::vector<std::unique_ptr<Link>> leaving_;  // these accept no further calls
   std::multimap<int64_t, OutgoingPtr> deadlines_;
   std::vector<char> scratch_ = std::vector<char>(128 << 10);
 
-  std::mutex mutex_;  // guards what other threads leave here
+  std::mutex mutex_;  // guards the members below, which other threads write
   std::vector<OutgoingPtr> started_, cancelled_;
   std::unordered_map<std::string, SocketAddress> resolved_;
   std::vector<std::vector<std::string>> kept_;

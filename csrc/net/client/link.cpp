@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint32_t kWindow = 16 << 20;
 
-int status_of_http(std::string_view status) {  // as gRPC maps what a proxy may answer
+int status_of_http(std::string_view status) {  // gRPC's mapping of a proxy's HTTP status
   if (status == "401") return 16;
   if (status == "403") return 7;
   if (status == "404") return kUnimplemented;
@@ -24,8 +24,8 @@ int status_of_http(std::string_view status) {  // as gRPC maps what a proxy may 
 
 }  // namespace
 
-// What nghttp2 tells of a session.
-struct Outgoing::Link::Heard {
+// Callbacks of nghttp2.
+struct Outgoing::Link::Callbacks {
   static Outgoing* call(nghttp2_session* session, int32_t id) {
     return static_cast<Outgoing*>(nghttp2_session_get_stream_user_data(session, id));
   }
@@ -81,7 +81,7 @@ struct Outgoing::Link::Heard {
     if (frame->hd.type == NGHTTP2_GOAWAY) static_cast<Link*>(user)->leaving = true;
     return 0;
   }
-  static nghttp2_session_callbacks* callbacks() {
+  static nghttp2_session_callbacks* all() {
     static nghttp2_session_callbacks* made = [] {
       nghttp2_session_callbacks* one;
       if (nghttp2_session_callbacks_new(&one)) throw std::bad_alloc();
@@ -106,8 +106,8 @@ bool Outgoing::Link::connect(const SocketAddress& where, std::string* why) {
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
   setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &taken_ms, sizeof taken_ms);
-  if (nghttp2_session_client_new(&session, Heard::callbacks(), this)) {
-    *why = "no memory is left";
+  if (nghttp2_session_client_new(&session, Callbacks::all(), this)) {
+    *why = "out of memory";
     return false;
   }
   const nghttp2_settings_entry settings[] = {{NGHTTP2_SETTINGS_ENABLE_PUSH, 0},

@@ -1,4 +1,4 @@
-// One connection of a `Caller`: its socket, its session of HTTP/2, and the calls that are open on it.
+// One connection of a `Caller`: its socket, its HTTP/2 session and its open calls.
 #pragma once
 #include <nghttp2/nghttp2.h>
 #include <unistd.h>
@@ -26,17 +26,17 @@ struct Outgoing::Link {
   std::string out;
   size_t out_at = 0;
   bool connected = false, leaving = false, waits_to_write = true;
-  std::string broken;  // why it is over
+  std::string broken;  // why it failed; empty: it did not
   int64_t since_ns = now_ns();
 
-  // Begins to connect, and the session of HTTP/2; false with why it cannot.
+  // Starts to connect and starts the HTTP/2 session; false, with the reason, if it cannot.
   bool connect(const SocketAddress& where, std::string* why);
-  // What nghttp2 sends of a call.
+  // The nghttp2 data source of a call's message.
   static ssize_t read_body(nghttp2_session*, int32_t, uint8_t* into, size_t size, uint32_t* flags,
                            nghttp2_data_source* source, void*);
 
  private:
-  struct Heard;
+  struct Callbacks;
 };
 
 }  // namespace shoal::net

@@ -17,21 +17,21 @@
 
 #include "net/call.h"
 
-// Frames are written and read here, not by nghttp2: a client that costs as much as the server would measure itself.
-// Headers are never indexed (the table has no room), so that every request has the same bytes, and so has every good
-// end.
+// Frames are written and read here and not by nghttp2: a client that takes as much CPU time as the server would measure
+// itself. The first request enters its headers into the table; all others have the same bytes, and so has the end of
+// every successful answer.
 
 namespace shoal::net {
 namespace {
 
 constexpr int64_t kSecond = 1'000'000'000;
-constexpr int64_t kDrain = 10 * kSecond;  // for answers after the last call was made
+constexpr int64_t kDrain = 10 * kSecond;  // for answers after the last call
 constexpr size_t kHead = 9;               // bytes before a frame
-constexpr size_t kFrame = 16384;          // bytes of a frame, which every server takes
-constexpr uint32_t kMost = 0x7fffffff;    // of a window
-constexpr size_t kFull = 256 << 10;       // bytes that wait to be written: no further calls until they are
+constexpr size_t kFrame = 16384;          // bytes of a frame that every server accepts
+constexpr uint32_t kMost = 0x7fffffff;    // the largest window
+constexpr size_t kFull = 256 << 10;       // unwritten bytes after which no further call begins
 constexpr int kDynamic = 62;              // number of the last header that entered the table
-constexpr int64_t kRefill = 1 << 29;      // bytes that were received: the server may send as many again
+constexpr int64_t kRefill = 1 << 29;      // received bytes after which the window is enlarged again
 
 enum Frame : uint8_t { kData = 0, kHeaders = 1, kReset = 3, kSettings = 4, kPing = 6, kGoAway = 7, kWindowUpdate = 8 };
 constexpr uint8_t kEndStream = 1, kAck = 1, kEndHeaders = 4;
@@ -50,7 +50,7 @@ void put_frame(std::string* out, size_t size, uint8_t type, uint8_t flags, uint3
   out->push_back(static_cast<char>(flags));
   put_number(out, stream, 4);
 }
-void put_text(std::string* out, const std::string& text) {  // with a length of any size
+void put_text(std::string* out, const std::string& text) {  // with its length
   size_t left = text.size();
   if (left < 127) {
     out->push_back(static_cast<char>(left));
@@ -67,24 +67,23 @@ struct Pending {
   int64_t begin = 0;
 };
 
-class Client;
-
 struct Link {
   int fd = -1;
   bool over = false;
+  bool leaving = false;       // the server accepts no further call, but answers those that it has accepted
   uint32_t next = 1;          // stream
   std::vector<Pending> open;  // by the stream's number, modulo their count
-  int64_t count = 0;          // of them that are open
+  int64_t count = 0;          // of open calls
   std::string out, in;
   size_t out_at = 0;
   bool waits_to_write = false;
   int64_t window = 65535, first_window = 65535, received = 0;
-  uint32_t sending = 0;  // the stream whose body is under way, from `sent` on
+  uint32_t sending = 0;  // the stream whose body is being sent; `sent` bytes of it were
   size_t sent = 0;
   int64_t stream_window = 0;
-  int owed = 0;  // calls that answers have made room for
+  int owed = 0;  // calls to begin
   nghttp2_hd_inflater* inflater = nullptr;
-  std::string good;  // headers that an answer ends well with, as long as the table of headers stays as it is
+  std::string good;  // the last headers of a successful answer, while the header table does not change
   ~Link() {
     if (inflater) nghttp2_hd_inflate_del(inflater);
     if (fd >= 0) ::close(fd);
@@ -100,7 +99,6 @@ class Client {
                                                                 {"te", "trailers"},
                                                                 {"content-type", "application/grpc"}};
     if (options.timeout_ms) headers.emplace_back("grpc-timeout", std::to_string(options.timeout_ms) + "m");
-    headers.insert(headers.end(), options.metadata.begin(), options.metadata.end());
     first_ = known_ = "\x83\x86";  // POST, http
     int number = kDynamic + static_cast<int>(headers.size());
     for (const auto& [name, value] : headers) {
@@ -129,7 +127,7 @@ class Client {
         const auto due = static_cast<int64_t>(static_cast<double>(now - begin) * 1e-9 * options_.rate);
         for (; made < due; ++made) {
           Link* link = links_[next++ % links_.size()].get();
-          if (link->count + link->owed >= options_.calls || link->over) {
+          if (link->count + link->owed >= options_.calls || link->over || link->leaving) {
             ++result_.skipped;
           } else {
             ++link->owed;
@@ -195,7 +193,7 @@ class Client {
     return true;
   }
 
-  // Sends the body as far as the windows go; true when all of it is.
+  // Sends as much of the body as the windows allow; true if all of it was sent.
   bool send_body(Link* link) {
     while (link->sent < body_.size()) {
       const int64_t room = std::min(link->window, link->stream_window);
@@ -217,7 +215,7 @@ class Client {
     for (;;) {
       while (link->out.size() - link->out_at < kFull) {
         if (link->sending && !send_body(link)) break;
-        if (link->owed <= 0 || now >= end_ || !begin(link, now)) break;
+        if (link->owed <= 0 || link->leaving || now >= end_ || !begin(link, now)) break;
         --link->owed;
       }
       if (link->out.empty()) break;
@@ -237,7 +235,7 @@ class Client {
     epoll_ctl(epoll_, EPOLL_CTL_MOD, link->fd, &event);
   }
 
-  // The connection is over: what was open has no status.
+  // Gives the connection up: its open calls have no status.
   void fail(Link* link) {
     link->over = true;
     if (link->count) result_.statuses[-1] += link->count;
@@ -311,7 +309,7 @@ class Client {
         link->out.append(data, size);
         break;
       case kGoAway:
-        fail(link);
+        leave(link, number(data, 4) & kMost, now);
         break;
       case kWindowUpdate:
         if (!stream) link->window += number(data, 4);
@@ -322,10 +320,17 @@ class Client {
     }
   }
 
-  // The status in some headers of an answer, -1 where there is none.
+  // The server answers calls up to the stream `last`; those after it have no status.
+  void leave(Link* link, uint32_t last, int64_t now) {
+    link->leaving = true;
+    for (const Pending& pending : link->open)
+      if (pending.stream > last) ended(link, pending.stream, -1, now);
+  }
+
+  // The status in an answer's headers, -1 if there is none.
   static int status_of(Link* link, std::string_view headers) {
     if (headers == link->good) return 0;
-    // Headers that are numbers in the table alone leave it as it is.
+    // Headers that only refer to the table do not change it.
     const bool known = std::all_of(headers.begin(), headers.end(), [](char each) { return (each & 0x80) != 0; });
     int status = -1;
     const auto* at = reinterpret_cast<const uint8_t*>(headers.data());

@@ -1,4 +1,4 @@
-// A client that makes load: gRPC calls of one method with one message, as fast as they are answered or at a rate.
+// A load generator: gRPC calls of one method with one message, as fast as they are answered or at a given rate.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -12,21 +12,20 @@ struct LoadOptions {
   int port = 0;
   std::string path, message;
   int connections = 1;
-  int calls = 1;           // that are open at a time on each connection
-  double seconds = 1;      // how long calls are made
-  double rate = 0;         // calls per second; 0: each answer makes the next call
+  int calls = 1;           // open calls per connection
+  double seconds = 1;      // how long to make calls
+  double rate = 0;         // calls per second; 0: each answer starts the next call
   int64_t timeout_ms = 0;  // deadline of a call; 0: none
-  std::vector<std::pair<std::string, std::string>> metadata;
 };
 
 struct LoadResult {
-  std::vector<double> seconds;      // that calls with status 0 took, sorted
-  std::map<int, int64_t> statuses;  // how many calls ended with each; -1: without any
-  int64_t skipped = 0;              // due by the rate, but too many were open
+  std::vector<double> seconds;      // of calls with status 0, sorted
+  std::map<int, int64_t> statuses;  // the number of calls that ended with each status; -1: without one
+  int64_t skipped = 0;              // calls that the rate required while too many were open
   double took = 0;                  // seconds in which calls were made
 };
 
-// Throws std::runtime_error where it cannot connect.
+// Throws std::runtime_error if it cannot connect.
 LoadResult make_load(const LoadOptions& options);
 
 }  // namespace shoal::net

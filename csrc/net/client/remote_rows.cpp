@@ -21,7 +21,7 @@ struct Split {
   Split(const int64_t* given, int64_t n, int64_t shards) : ids(static_cast<size_t>(shards)) {
     if (n >= int64_t{1} << 31)
       throw std::invalid_argument("a lookup must have at most 2147483647 ids, got " + std::to_string(n));
-    std::vector<int32_t> first(std::bit_ceil(static_cast<size_t>(2 * n + 1)), -1);  // where an id came first
+    std::vector<int32_t> first(std::bit_ceil(static_cast<size_t>(2 * n + 1)), -1);  // an id's first position
     const size_t mask = first.size() - 1;
     places.resize(static_cast<size_t>(n));
     for (int64_t i = 0; i < n; ++i) {
@@ -45,7 +45,8 @@ struct Split {
 RemoteRows::RemoteRows(std::vector<Slot> slots) : slots_(std::move(slots)) {
   for (const Slot& slot : slots_) {
     if (slot.name.size() > 16'383 || slot.dim < 1)
-      throw std::invalid_argument("a slot must have a short name and rows");
+      throw std::invalid_argument("a slot must have a name of at most 16383 bytes and a dim of at least 1, got " +
+                                  std::to_string(slot.name.size()) + " bytes and dim " + std::to_string(slot.dim));
     filters_ += '\x1a';  // field 3, as bytes
     if (slot.name.size() > 127) filters_ += static_cast<char>(slot.name.size() % 128 + 128);
     filters_ += static_cast<char>(slot.name.size() > 127 ? slot.name.size() / 128 : slot.name.size());
@@ -56,7 +57,10 @@ RemoteRows::RemoteRows(std::vector<Slot> slots) : slots_(std::move(slots)) {
 RemoteRows::Outcome RemoteRows::lookup(Caller& caller, const std::string& method, const std::vector<Shard>& shards,
                                        const Metadata& metadata, double timeout_s,
                                        const std::vector<Wanted>& wanted) const {
-  if (wanted.size() != slots_.size() || shards.empty()) throw std::invalid_argument("ids of each slot are needed");
+  if (wanted.size() != slots_.size() || shards.empty())
+    throw std::invalid_argument("a lookup must have ids for " + std::to_string(slots_.size()) +
+                                " slots and at least one shard, got " + std::to_string(wanted.size()) + " and " +
+                                std::to_string(shards.size()));
   const size_t slots = slots_.size();
   std::vector<Split> splits;
   for (const Wanted& each : wanted) splits.emplace_back(each.ids, each.n, static_cast<int64_t>(shards.size()));
@@ -100,12 +104,14 @@ RemoteRows::Outcome RemoteRows::lookup(Caller& caller, const std::string& method
                                                 static_cast<size_t>(entry.key.size)) == slots_[slot].name;
       });
       const auto rows = static_cast<int64_t>(splits[slot].ids[asked[i]].size());
-      if (own == tensors.end()) return {kInternal, "an answer has no rows of " + slots_[slot].name};
+      if (own == tensors.end()) return {kInternal, "the answer of a shard has no rows of slot " + slots_[slot].name};
       const std::vector<Part> parts{{data, own->value}};
       Joined joined;
       if (tensor_parts(data, own->value).dtype != kFloat || !plan_join(parts, *value_kind(kFloat), &joined) ||
           joined.rows != std::vector<int64_t>{rows} || (rows && joined.tail != std::vector<int64_t>{slots_[slot].dim}))
-        return {kInternal, "an answer has something else than rows of " + slots_[slot].name};
+        return {kInternal, "the answer of a shard must have float [" + std::to_string(rows) + ", " +
+                               std::to_string(slots_[slot].dim) + "] for slot " + slots_[slot].name +
+                               ", got another dtype, shape or number of values"};
       std::vector<float>& into = found[slot][asked[i]];
       into.resize(static_cast<size_t>(rows * slots_[slot].dim));
       if (rows) join(parts, *value_kind(kFloat), joined, reinterpret_cast<uint8_t*>(into.data()));

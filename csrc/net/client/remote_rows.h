@@ -1,4 +1,4 @@
-// Rows from embedding shards on other servers: all are asked side by side, each for the distinct ids of its remainder.
+// Rows from embedding shards on other servers, which are all asked at once, each for the distinct ids of its remainder.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -20,7 +20,7 @@ class RemoteRows {
   };
   explicit RemoteRows(std::vector<Slot> slots);
 
-  struct Wanted {  // of a slot
+  struct Wanted {  // the rows of a slot
     const int64_t* ids;
     int64_t n;
     float* out;  // [n, dim]
@@ -29,7 +29,7 @@ class RemoteRows {
     int status = kOk;
     std::string why;
   };
-  // Fills in the rows, or says why not: a shard fails, or answers something else than rows.
+  // Fills in the rows, or returns why a shard failed or its answer was malformed.
   Outcome lookup(Caller& caller, const std::string& method, const std::vector<Shard>& shards, const Metadata& metadata,
                  double timeout_s, const std::vector<Wanted>& wanted) const;
 

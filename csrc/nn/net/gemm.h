@@ -1,4 +1,4 @@
-// Products of rows with a matrix that stays: packed once, used by every batch.
+// Products of rows with a constant matrix, which is packed once and used by every batch.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -8,7 +8,7 @@
 
 namespace shoal {
 
-// A matrix [k, n] in panels of columns, as the kernels of this CPU read it; a narrow one column by column.
+// A matrix [k, n] in panels of columns, as this CPU's kernels read it; a narrow one column by column.
 struct PackedMatrix {
   static PackedMatrix empty(int64_t k, int64_t n);
   // Element (i, j) is values[i * row + j * column].
@@ -18,7 +18,7 @@ struct PackedMatrix {
   std::unique_ptr<float[], decltype(&std::free)> panels{nullptr, &std::free};
 };
 
-// out[i, j] = sum of a[i, :] * matrix[:, j], plus plus[i * ldp + j] where there is one (ldp 0: the same for all rows).
+// out[i, j] = sum of a[i, :] * matrix[:, j] + plus[i * ldp + j], or without `plus` if null (ldp 0: one row for all).
 struct Product {
   const float* a;
   int64_t lda, m;

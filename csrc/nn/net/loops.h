@@ -1,4 +1,4 @@
-// Loops over the values of rows: what each of the simple steps of a net does with two of them.
+// Elementwise loops over the values of rows, one per simple step of a net.
 #pragma once
 #include <cstdint>
 
@@ -33,12 +33,12 @@ enum class Op : int32_t {
   divide,
   maximum,
   minimum,
-  sum,  // into out, which has its first value already
+  sum,  // added to out, which has a value already
   largest,
 };
 constexpr int32_t kOps = static_cast<int32_t>(Op::largest) + 1;
 
-// count[1] times count[0] values; strides of a, b and out, of the inner loop first.
+// count[1] times count[0] values; strides of a, b and out, the inner loop's first.
 struct Inner {
   int64_t count[2];
   int64_t a[2], b[2], out[2];

@@ -8,7 +8,7 @@ namespace {
 
 inline float power_of_two(int32_t n) { return std::bit_cast<float>((n + 127) << 23); }
 
-// e^x to about one unit in the last place, in a form that compilers turn into vectors.
+// e^x to about one unit in the last place, in a form that compilers vectorise.
 inline float exp_of(float x) {
   constexpr float kLog2e = 1.44269504088896341f, kHigh = 0.693359375f, kLow = -2.12194440e-4f;
   float bounded = x < 89.0f ? x : 89.0f;
@@ -23,18 +23,18 @@ inline float exp_of(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const int32_t half = n >> 1;  // in two steps: the result may be larger or smaller than 2^n can be
+  const int32_t half = n >> 1;  // in two factors, since 2^n alone may overflow or underflow
   const float value = p * power_of_two(half) * power_of_two(n - half);
   return x == x ? value : x;
 }
 
 inline float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(-x)); }
-inline float tanh_of(float x) {  // of its absolute value, where nothing overflows
+inline float tanh_of(float x) {  // from |x|, so that nothing overflows
   const float e = exp_of(-2.0f * __builtin_fabsf(x));
   return __builtin_copysignf((1.0f - e) / (1.0f + e), x);
 }
 
-// out = f(a, b) of each value.
+// out = f(a, b) for each value.
 template <class F>
 inline void each(const Inner& loop, const float* a, const float* b, float* out, F f) {
   const int64_t n = loop.count[0], sa = loop.a[0], sb = loop.b[0], so = loop.out[0];
@@ -59,7 +59,7 @@ inline void each(const Inner& loop, const float* a, float* out, F f) {
   each(one, a, a, out, [f](float x, float) { return f(x); });
 }
 
-// out = f(out, a): where out stays, in sixteen parts first.
+// out = f(out, a). If all values go to one element of out, sixteen partial results are combined at the end.
 template <class F>
 inline void gather(const Inner& loop, const float* a, float* out, F f) {
   constexpr int kParts = 16;
@@ -142,7 +142,7 @@ void apply_op(Op op, const Inner& loop, const float* a, const float* b, float* o
       return each(loop, a, b, out, [](float x, float y) { return x * y; });
     case Op::divide:
       return each(loop, a, b, out, [](float x, float y) { return x / y; });
-    // NaN stays NaN, whichever of the two it is.
+    // NaN if either operand is NaN.
     case Op::maximum:
       return each(loop, a, b, out, [](float x, float y) { return x > y || x != x ? x : y; });
     case Op::minimum:

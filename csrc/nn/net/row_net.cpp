@@ -9,13 +9,13 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t kBlock = 64;                 // rows that go through all steps together
+constexpr int64_t kBlock = 64;                 // rows that pass all steps together
 constexpr int64_t kShared = int64_t{1} << 23;  // multiplications that are worth another thread
 constexpr int64_t kMost = int64_t{1} << 28;    // values of one row, in a buffer, a view or a constant
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("row net: " + what); }
 
-// Of sizes that are >= 0; more than kMost where they are too many to count.
+// The number of values with these sizes, which are >= 0; kMost + 1 if there are more than kMost.
 int64_t count_of(const std::vector<int64_t>& sizes) {
   int64_t all = 1;
   for (int64_t size : sizes) {
@@ -26,6 +26,12 @@ int64_t count_of(const std::vector<int64_t>& sizes) {
 }
 
 bool is_count(int64_t number) { return number >= 0 && number <= kMost; }
+
+std::string text_of(const std::vector<int64_t>& sizes) {
+  std::string out = "[";
+  for (int64_t size : sizes) out += (out.size() > 1 ? ", " : "") + std::to_string(size);
+  return out + "]";
+}
 
 // Memory that a thread keeps for its next batch.
 float* scratch_of_thread(size_t floats) {
@@ -50,10 +56,11 @@ RowPlan::RowPlan(std::vector<int64_t> floats, int64_t inputs, int64_t outputs, s
       constants_(std::move(constants)),
       steps_(std::move(steps)) {
   if (!is_count(inputs_) || !is_count(outputs_) || inputs_ + outputs_ > static_cast<int64_t>(floats_.size()))
-    refuse("there are fewer buffers than inputs and outputs");
+    refuse("there must be at least as many buffers as inputs and outputs, got " + std::to_string(floats_.size()) +
+           " buffers, " + std::to_string(inputs_) + " inputs and " + std::to_string(outputs_) + " outputs");
   for (const auto* sizes : {&floats_, &constants_})
     for (int64_t size : *sizes)
-      if (!is_count(size)) refuse("buffers and constants must have 0 to 268435456 values");
+      if (!is_count(size)) refuse("buffers and constants must have 0..268435456 values, got " + std::to_string(size));
   for (size_t i = static_cast<size_t>(inputs_ + outputs_); i < floats_.size(); ++i) {
     begin_.push_back(scratch_);
     scratch_ += (floats_[i] + 15) / 16 * 16;
@@ -62,42 +69,60 @@ RowPlan::RowPlan(std::vector<int64_t> floats, int64_t inputs, int64_t outputs, s
     check(step.out);
     check(step.a);
     if (step.has_b) check(step.b);
-    if (step.out.buffer < inputs_) refuse("a step writes to an input or a constant");
+    if (step.out.buffer < inputs_)
+      refuse("a step must write to an output or an intermediate buffer, from " + std::to_string(inputs_) +
+             " on, got buffer " + std::to_string(step.out.buffer));
     loops_.push_back(step.kind == RowStep::Kind::map ? loops_of(step) : Loops{});
     const auto& a = step.a;
     if (step.kind == RowStep::Kind::matrix) {
-      if (step.constant < 0 || step.constant >= static_cast<int64_t>(constants_.size())) refuse("no such constant");
+      if (step.constant < 0 || step.constant >= static_cast<int64_t>(constants_.size()))
+        refuse("the constant of a matrix must be 0.." + std::to_string(static_cast<int64_t>(constants_.size()) - 1) +
+               ", got " + std::to_string(step.constant));
+      const int64_t values = constants_[static_cast<size_t>(step.constant)];
+      const auto outside = [&] {
+        refuse("a matrix must be within its constant of " + std::to_string(values) + " values, got [" +
+               std::to_string(step.k) + ", " + std::to_string(step.n) + "] with strides " + std::to_string(step.row) +
+               " and " + std::to_string(step.column));
+      };
       for (int64_t each : {step.k, step.n, step.row, step.column})
-        if (!is_count(each)) refuse("a matrix reaches outside of its constant");
+        if (!is_count(each)) outside();
       const int64_t last = (step.k - 1) * step.row + (step.n - 1) * step.column;
-      if (step.k < 1 || step.n < 1 || count_of({step.k, step.n}) > kMost ||
-          last >= constants_[static_cast<size_t>(step.constant)])
-        refuse("a matrix reaches outside of its constant");
+      if (step.k < 1 || step.n < 1 || count_of({step.k, step.n}) > kMost || last >= values) outside();
       const int64_t rows = matrix_rows(a, step.k);
-      if (rows < 0 || matrix_rows(step.out, step.n) != rows) refuse("a matrix needs rows that lie evenly");
+      if (rows < 0 || matrix_rows(step.out, step.n) != rows)
+        refuse("the operand and the output of a matrix must have equally many rows, evenly spaced");
       if (step.has_b && (step.b.sizes != step.out.sizes || !may_be_added(step.b, rows, step.n)))
-        refuse("what is added to a product must have its sizes");
+        refuse("the operand added to a product must have the product's sizes, got " + text_of(step.b.sizes) + " for " +
+               text_of(step.out.sizes));
       count_work(rows * step.k * step.n);
     } else if (step.kind == RowStep::Kind::product) {
       if (a.sizes.size() != 2 || step.b.sizes.size() != 2 || step.out.sizes.size() != 2 || !step.has_b ||
           a.sizes[1] != step.b.sizes[0] || step.out.sizes[0] != a.sizes[0] || step.out.sizes[1] != step.b.sizes[1] ||
           a.strides[1] != 1 || step.out.strides[1] != 1)
-        refuse("the sizes of a product do not go together");
+        refuse("the operands and the output of a product must be [n, k], [k, m] and [n, m], got " + text_of(a.sizes) +
+               ", " + text_of(step.b.sizes) + " and " + text_of(step.out.sizes));
       count_work(a.sizes[0] * a.sizes[1] * step.b.sizes[1]);
     } else if (step.kind == RowStep::Kind::select) {
       const int64_t chosen = static_cast<int64_t>(step.chosen.size());
+      const auto differ = [&] {
+        refuse("a selection must be from " + text_of({step.before, step.size, step.after}) + " to " +
+               text_of({step.before, chosen, step.after}) + " values, got " + text_of(a.sizes) + " and " +
+               text_of(step.out.sizes));
+      };
       for (int64_t each : {step.before, step.size, step.after})
-        if (!is_count(each)) refuse("the sizes of a selection do not go together");
+        if (!is_count(each)) differ();
       if (count_of(a.sizes) != count_of({step.before, step.size, step.after}) ||
           count_of(step.out.sizes) != count_of({step.before, chosen, step.after}))
-        refuse("the sizes of a selection do not go together");
+        differ();
       for (const RowView* view : {&a, &step.out}) {
         int64_t stride = 1;
         for (size_t i = view->sizes.size(); i-- > 0; stride *= view->sizes[i])
-          if (view->sizes[i] > 1 && view->strides[i] != stride) refuse("a selection needs values without gaps");
+          if (view->sizes[i] > 1 && view->strides[i] != stride) refuse("the values of a selection must be contiguous");
       }
       for (int64_t each : step.chosen)
-        if (each < 0 || each >= step.size) refuse("a selection reaches outside");
+        if (each < 0 || each >= step.size)
+          refuse("a selection must name elements 0.." + std::to_string(step.size - 1) + ", got " +
+                 std::to_string(each));
     }
   }
 }
@@ -108,17 +133,26 @@ void RowPlan::check(const RowView& view) const {
   const bool constant = view.buffer < 0;
   const auto& all = constant ? constants_ : floats_;
   const auto number = static_cast<size_t>(constant ? ~view.buffer : view.buffer);
-  if (number >= all.size()) refuse("there is no buffer " + std::to_string(view.buffer));
-  if (view.sizes.size() != view.strides.size()) refuse("a view needs a stride for each size");
-  if (!is_count(view.at)) refuse("a view reaches outside of its buffer");
+  if (number >= all.size())
+    refuse("the " + std::string(constant ? "constant" : "buffer") + " of a view must be 0.." +
+           std::to_string(static_cast<int64_t>(all.size()) - 1) + ", got " + std::to_string(number));
+  if (view.sizes.size() != view.strides.size())
+    refuse("a view must have one stride per size, got " + std::to_string(view.strides.size()) + " strides and " +
+           std::to_string(view.sizes.size()) + " sizes");
+  const auto outside = [&] {
+    refuse("a view must be within its " + std::string(constant ? "constant" : "buffer") + " of " +
+           std::to_string(all[number]) + " values, got " + text_of(view.sizes) + " with strides " +
+           text_of(view.strides) + " from " + std::to_string(view.at));
+  };
+  if (!is_count(view.at)) outside();
   for (size_t i = 0; i < view.sizes.size(); ++i)
-    if (!is_count(view.sizes[i]) || !is_count(view.strides[i])) refuse("sizes and strides must be 0 to 268435456");
+    if (!is_count(view.sizes[i]) || !is_count(view.strides[i])) outside();
   const int64_t count = count_of(view.sizes);
   if (count == 0) return;
-  if (count > kMost) refuse("a view is too large");
+  if (count > kMost) outside();
   int64_t last = view.at;
   for (size_t i = 0; i < view.sizes.size() && last <= kMost; ++i) last += (view.sizes[i] - 1) * view.strides[i];
-  if (last >= all[number]) refuse("a view reaches outside of its buffer");
+  if (last >= all[number]) outside();
 }
 
 int64_t RowPlan::row_stride(const RowView& view) const {
@@ -137,7 +171,7 @@ int64_t RowPlan::matrix_rows(const RowView& view, int64_t inner) const {
     }
     rows *= view.sizes[i];
   }
-  // The rows of the next row of the batch must lie behind them at the same distance.
+  // The next batch row's rows must follow at the same distance.
   if (rows > 1 && row_stride(view) != stride * rows) return -1;
   return rows;
 }
@@ -151,7 +185,9 @@ bool RowPlan::may_be_added(const RowView& view, int64_t rows, int64_t n) const {
 
 RowPlan::Loops RowPlan::loops_of(const RowStep& step) const {
   const RowView &a = step.a, &b = step.has_b ? step.b : step.a, &out = step.out;
-  if (a.sizes != out.sizes || b.sizes != out.sizes) refuse("the sizes of a map do not go together");
+  if (a.sizes != out.sizes || b.sizes != out.sizes)
+    refuse("the operands of a map must have the sizes of its output, " + text_of(out.sizes) + ", got " +
+           text_of(a.sizes) + " and " + text_of(b.sizes));
   Loops loops{{1, row_stride(a), row_stride(b), row_stride(out)}};
   for (size_t i = 0; i < out.sizes.size(); ++i) {
     if (out.sizes[i] == 1) continue;
@@ -170,7 +206,9 @@ RowPlan::Loops RowPlan::loops_of(const RowStep& step) const {
 
 RowNet::RowNet(std::shared_ptr<const RowPlan> plan, const std::vector<std::pair<const float*, int64_t>>& constants)
     : plan_(std::move(plan)) {
-  if (constants.size() != plan_->constants_.size()) refuse("there must be a value for each constant");
+  if (constants.size() != plan_->constants_.size())
+    refuse("there must be " + std::to_string(plan_->constants_.size()) + " constants, got " +
+           std::to_string(constants.size()));
   for (size_t i = 0; i < constants.size(); ++i) {
     if (constants[i].second != plan_->constants_[i])
       refuse("constant " + std::to_string(i) + " must have " + std::to_string(plan_->constants_[i]) + " values, got " +
@@ -190,7 +228,7 @@ RowNet::RowNet(std::shared_ptr<const RowPlan> plan, const std::vector<std::pair<
     matrices_.back().pack(values, step.row, step.column);
   }
   for (size_t i = 0; i < constants_.size(); ++i)
-    if (!viewed[i]) std::vector<float>().swap(constants_[i]);  // its packed form is all that is needed
+    if (!viewed[i]) std::vector<float>().swap(constants_[i]);  // only its packed form is used
 }
 
 const float* RowNet::at(const RowView& view, float* const* buffers) const {
@@ -201,7 +239,9 @@ const float* RowNet::at(const RowView& view, float* const* buffers) const {
 void RowNet::run(const std::vector<const float*>& inputs, int64_t rows, const std::vector<float*>& outputs,
                  bool parallel) const {
   const auto ins = static_cast<size_t>(plan_->inputs_), outs = static_cast<size_t>(plan_->outputs_);
-  if (inputs.size() != ins || outputs.size() != outs) refuse("an address for each input and output is needed");
+  if (inputs.size() != ins || outputs.size() != outs)
+    refuse("run must get " + std::to_string(ins) + " inputs and " + std::to_string(outs) + " outputs, got " +
+           std::to_string(inputs.size()) + " and " + std::to_string(outputs.size()));
   const std::vector<int64_t>& floats = plan_->floats_;
   auto some = [&](int64_t first, int64_t last) {
     float* scratch = scratch_of_thread(static_cast<size_t>(plan_->scratch_ * std::min(kBlock, last - first)));

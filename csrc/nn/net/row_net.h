@@ -1,5 +1,5 @@
-// A net whose rows do not depend on each other, run without Python and libtorch: each step is made on a block of rows
-// that stays in the cache, then the next step.
+// A net whose rows do not depend on each other, run without Python and libtorch: all steps are run on one block of
+// rows, which stays in the cache, then on the next.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -10,10 +10,9 @@
 
 namespace shoal {
 
-// Values of each row: in a buffer that has so many floats per row, or in a constant, which all rows share. Sizes and
-// strides are those of one row.
+// Values of each row: in a buffer, or in a constant, which all rows share. Sizes and strides are those of one row.
 struct RowView {
-  int32_t buffer;  // or ~ the number of a constant
+  int32_t buffer;  // or ~number of a constant
   int64_t at = 0;
   std::vector<int64_t> sizes, strides;
 };
@@ -23,7 +22,7 @@ struct RowStep {
     map,      // out = op(a, b) of each value; sum and largest add to what out has
     matrix,   // out [.., n] = a [.., k] * constant [k, n] (+ b)
     product,  // out [n, m] = a [n, k] * b [k, m], of each row
-    select    // out = some of a along one of its sizes, [before, chosen, after] of [before, size, after]
+    select    // out [before, chosen, after] = some elements of a [before, size, after] along its middle dimension
   };
   Kind kind;
   Op op = Op::copy;
@@ -37,25 +36,24 @@ struct RowStep {
   int64_t before = 1, after = 1, size = 1;
 };
 
-// What to do: the same for all weights. Buffers are the inputs, then the outputs, then what lies between.
+// The steps, which do not depend on the weights. Buffers are the inputs, the outputs, then the intermediate ones.
 class RowPlan {
  public:
-  // `floats` per row of each buffer, `constants`: floats of each. Throws std::invalid_argument where a step reaches
-  // outside of them, or its views do not go together.
+  // `floats`: floats per row of each buffer; `constants`: floats of each constant. Throws std::invalid_argument if a
+  // step reaches outside of them, or if the sizes of its views do not match.
   RowPlan(std::vector<int64_t> floats, int64_t inputs, int64_t outputs, std::vector<int64_t> constants,
           std::vector<RowStep> steps);
 
   int64_t inputs() const { return inputs_; }
   int64_t outputs() const { return outputs_; }
   const std::vector<int64_t>& floats() const { return floats_; }
-  const std::vector<int64_t>& constants() const { return constants_; }
   int64_t multiplications() const { return multiplications_; }  // of one row, in matrices and products
 
  private:
   friend class RowNet;
-  // A map as loops, the rows outermost; neighbours that lie evenly are one loop.
+  // A map as loops, the one over rows outermost; evenly spaced neighbours are merged.
   struct Loop {
-    int64_t size;  // of the first: of one row
+    int64_t size;  // of the first loop: per row
     int64_t a, b, out;
   };
   using Loops = std::vector<Loop>;
@@ -63,7 +61,7 @@ class RowPlan {
   void count_work(int64_t more);
   Loops loops_of(const RowStep& step) const;
   int64_t row_stride(const RowView& view) const;
-  // Rows of a matrix that one row of the batch has, if they lie evenly: all rows of the block are one matrix then.
+  // Rows of a matrix in one row of the batch; -1 unless all rows of a block are evenly spaced, as one matrix.
   int64_t matrix_rows(const RowView& view, int64_t inner) const;
   bool may_be_added(const RowView& view, int64_t rows, int64_t n) const;
 
@@ -71,23 +69,22 @@ class RowPlan {
   int64_t inputs_, outputs_;
   std::vector<int64_t> constants_;
   std::vector<RowStep> steps_;
-  std::vector<Loops> loops_;    // of each map; of other kinds empty
-  std::vector<int64_t> begin_;  // of each buffer in the scratch memory of a block, in floats per row
+  std::vector<Loops> loops_;    // of each map; empty for other kinds
+  std::vector<int64_t> begin_;  // where each intermediate buffer begins in the scratch memory, in floats per row
   int64_t scratch_ = 0;
   int64_t multiplications_ = 0;
 };
 
 class RowNet {
  public:
-  // `constants` are copied. Throws std::invalid_argument where their sizes are not those of the plan.
+  // Copies `constants`. Throws std::invalid_argument if their sizes are not those of the plan.
   RowNet(std::shared_ptr<const RowPlan> plan, const std::vector<std::pair<const float*, int64_t>>& constants);
 
   RowNet(const RowNet&) = delete;
   RowNet& operator=(const RowNet&) = delete;
 
   const RowPlan& plan() const { return *plan_; }
-  // Of `rows` rows, which lie one behind the other in each input and output. With `parallel` on several threads where
-  // that is worth it.
+  // Runs `rows` rows, which are contiguous in each input and output; with `parallel` on several threads if it pays.
   void run(const std::vector<const float*>& inputs, int64_t rows, const std::vector<float*>& outputs,
            bool parallel = false) const;
 
@@ -99,7 +96,7 @@ class RowNet {
 
   std::shared_ptr<const RowPlan> plan_;
   std::vector<std::vector<float>> constants_;
-  std::vector<PackedMatrix> matrices_;  // of each step of that kind
+  std::vector<PackedMatrix> matrices_;  // of each matrix step
 };
 
 }  // namespace shoal

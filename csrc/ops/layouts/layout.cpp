@@ -14,7 +14,7 @@ constexpr const char* kOp = "fused_embedding_to_layout: ";
 
 std::string str(int64_t value) { return std::to_string(value); }
 
-// A feature that some layout uses and that this request holds.
+// A feature that some layout uses and that this request has.
 struct ActiveFeature {
   int64_t feature, first_row;
   bool shared;
@@ -32,7 +32,7 @@ std::vector<ActiveFeature> check_request(const LayoutRequest& q) {
     const int64_t at = q.nfl[i] & kRowMask, before = i ? q.nfl[i - 1] & kRowMask : 0;
     if (at < before)
       fail(std::string(kOp) + "nfl_offset falls at entry " + str(i) + ", to " + str(at) + " after " + str(before));
-    // The producer's trailing entry counts feature_offset's trailing entry, too, and so equals its length.
+    // The last entry also counts feature_offset's last entry, so it equals its length.
     if (at > q.row_count) {
       fail(std::string(kOp) + "nfl_offset[" + str(i) + "] is " + str(at) + ", past the " + str(q.row_count) +
            " entries of feature_offset");
@@ -169,7 +169,7 @@ void backward_feature(const LayoutRequest& q, const ActiveFeature& f, const std:
       const bool firstn = task.pooling == static_cast<int64_t>(Pooling::firstn);
       int64_t sample_stride = task.sample_stride, sequence_stride = task.sequence_stride;
       if (f.shared) {
-        // All samples share the row: sum the upstream first.
+        // All samples share the row: sum the upstream gradients first.
         const int64_t kept = firstn ? std::min<int64_t>(task.max_length, static_cast<int64_t>(vectors.at.size())) : 1;
         summed.assign(static_cast<size_t>(kept * task.width), T(0));
         for (int64_t b = 0; b < q.batch; ++b) {
@@ -199,7 +199,7 @@ void backward_feature(const LayoutRequest& q, const ActiveFeature& f, const std:
   }
 }
 
-// True when no two features touch the same element, so that features can run side by side.
+// Whether no two features touch the same element, so that features can run in parallel.
 template <class T>
 bool features_are_apart(const LayoutRequest& q, const std::vector<ActiveFeature>& active) {
   struct Range {
@@ -216,7 +216,7 @@ bool features_are_apart(const LayoutRequest& q, const std::vector<ActiveFeature>
       const int64_t stop = last < q.row_count ? q.rows[last] : q.fid_count;
       for (int64_t k = q.rows[f.first_row]; k < stop; ++k) {
         const uint64_t index1 = q.fids[k] >> 32;
-        if (index1 >= static_cast<uint64_t>(blocks)) continue;  // reported when the feature is worked on
+        if (index1 >= static_cast<uint64_t>(blocks)) continue;  // Vectors::load() reports it
         const uintptr_t at = q.blocks[index1] + (q.fids[k] & 0xffffffff) * q.block_strides[index1] * sizeof(T);
         mine[index1].begin = std::min(mine[index1].begin, at);
         mine[index1].end = std::max(mine[index1].end, at + f.reach * sizeof(T));
@@ -242,7 +242,7 @@ void embedding_to_layout(const LayoutRequest& q, const std::vector<uintptr_t>& o
   const int64_t work = q.fid_count * 16 + q.batch * q.task_count * 8;
   const int64_t grain = work < 1 << 15 ? q.batch : std::max<int64_t>(1, q.batch / (4 * num_threads()));
   parallel_for(q.batch, std::max<int64_t>(1, grain), [&](int64_t begin, int64_t end) {
-    // A piece is cut further so that its vectors' addresses stay in the cache.
+    // Small parts, so that the addresses of their vectors stay in the cache.
     for (int64_t b = begin; b < end; b += 256) forward_samples<T>(q, active, outputs, b, std::min(end, b + 256));
   });
 }

@@ -1,4 +1,4 @@
-// Pooling embeddings into the dense tensors that a model reads, and the gradient back.
+// Pooling embeddings into the dense tensors that a model reads, and its gradient.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -14,9 +14,7 @@ struct LayoutTask {
   int64_t feature, start, width;
   int64_t pooling, max_length, adds;  // adds: the layout sums its slices
 };
-constexpr int64_t kTaskFields = sizeof(LayoutTask) / sizeof(int64_t);
-
-// One request: blocks of embeddings and which fid goes where. Tasks are ordered by feature.
+// One request: blocks of embeddings, and which fids of them each output gets. Tasks are ordered by feature.
 struct LayoutRequest {
   const LayoutTask* tasks;
   int64_t task_count;
@@ -28,17 +26,17 @@ struct LayoutRequest {
   const uint64_t* fids;  // fid_offset
   int64_t fid_count;
   int64_t batch;
-  int64_t first_row;  // of the outputs
+  int64_t first_row;  // of the outputs, for sample 0
   std::vector<uintptr_t> blocks;
   std::vector<int64_t> block_sizes;    // elements
   std::vector<int64_t> block_strides;  // elements per index2 step
   bool flat;                           // index2 counts elements, not rows of block_strides columns
 };
 
-// outputs are zero at entry.
+// `outputs` must be zero at entry.
 template <class T>
 void embedding_to_layout(const LayoutRequest& request, const std::vector<uintptr_t>& outputs);
-// Adds to the blocks, which are zero at entry; grads are the upstream tensors.
+// Adds to the blocks, which must be zero at entry; grads are the upstream gradients.
 template <class T>
 void embedding_to_layout_gradient(const LayoutRequest& request, const std::vector<uintptr_t>& grads, T scale);
 

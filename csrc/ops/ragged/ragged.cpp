@@ -54,13 +54,14 @@ void normalize_merged_split(const int64_t* row_split, int64_t n, const int64_t* 
            "] is " + std::to_string(sizes[i]));
     }
     if (sizes[i] > left) {
-      fail("normalize_merged_split: row_split_size adds up to more than the " + std::to_string(n) + " entries given");
+      fail("normalize_merged_split: row_split_size must add up to the " + std::to_string(n) +
+           " entries of row_split, got more");
     }
     left -= sizes[i];
   }
   if (left != 0) {
-    fail("normalize_merged_split: row_split_size adds up to " + std::to_string(n - left) + ", but row_split has " +
-         std::to_string(n) + " entries");
+    fail("normalize_merged_split: row_split_size must add up to the " + std::to_string(n) +
+         " entries of row_split, got " + std::to_string(n - left));
   }
   int64_t base = 0;
   const int64_t* in = row_split;

@@ -9,9 +9,9 @@
 namespace shoal::ops {
 namespace {
 
-constexpr int64_t kSmall = 1 << 14;  // elements below which a second thread costs more than it brings
+constexpr int64_t kSmall = 1 << 14;  // elements; for fewer, a second thread does not pay
 
-// Throws on an index outside [0, rows); true when the indices never fall.
+// Throws for an index outside [0, rows). Returns whether the indices never fall.
 bool check_index(const int64_t* index, int64_t stride, int64_t n, int64_t rows) {
   std::atomic<bool> sorted{true};
   parallel_for(n, 1 << 16, [&](int64_t begin, int64_t end) {
@@ -34,7 +34,7 @@ std::unique_ptr<int64_t[]> count_index(const int64_t* index, int64_t stride, int
   return counts;
 }
 
-// Borders of `parts` row ranges that get about as many elements each, by a sample.
+// Borders of `parts` ranges of rows with about equal numbers of elements, estimated from a sample.
 std::vector<int64_t> row_bounds(const int64_t* index, int64_t stride, int64_t n, int64_t rows, int64_t parts) {
   std::vector<int64_t> sample;
   if (parts > 1) {
@@ -64,7 +64,7 @@ void reduce_by_index(const T* values, const int64_t* index, int64_t stride, int6
   const bool sorted = check_index(index, stride, n, rows);
   const bool parallel = num_threads() > 1 && (n + rows) * std::max<int64_t>(d, 1) > kSmall;
   if (sorted) {
-    // Pieces of the input, moved forward to the next change of row, so that a row belongs to one piece.
+    // Pieces of the input begin at a change of row, so that a row belongs to one piece.
     const int64_t pieces = parallel ? std::min<int64_t>(4 * num_threads(), n) : 1;
     std::vector<int64_t> starts(pieces + 1);
     starts[0] = 0;
@@ -93,33 +93,21 @@ void reduce_by_index(const T* values, const int64_t* index, int64_t stride, int6
       SHOAL_CALL(sorted_reduce, values, index, stride, starts[p], starts[p + 1], d, how, row_at(starts[p]),
                  row_at(starts[p + 1]), out);
     };
-    if (pieces == 1) {
-      body(0);
-    } else {
-      parallel_parts(pieces, body);
-    }
+    parallel_parts(pieces, body);
     return;
   }
   const bool squares = how == Reduce::sqrtn;
   const int64_t row_bytes = d * static_cast<int64_t>(sizeof(T));
-  // Every part owns a range of rows, reads all indices and adds what is its own, in input order.
+  // Every part owns a range of rows, reads all indices and adds its own elements, in input order.
   const int64_t parts = parallel ? std::min<int64_t>(num_threads(), 8) : 1;
   const std::vector<int64_t> bounds = row_bounds(index, stride, n, rows, parts);
-  auto counts = how == Reduce::mean ? std::make_unique<int64_t[]>(static_cast<size_t>(rows)) : nullptr;
-  auto body = [&](int64_t part) {
+  parallel_parts(parts, [&](int64_t part) {
     const int64_t begin = bounds[part], end = bounds[part + 1];
     std::fill(out + begin * d, out + end * d, T(0));
     SHOAL_CALL(scatter_rows, values, index, stride, n, d, begin, end, squares, out);
-  };
-  if (parts == 1) {
-    body(0);
-  } else {
-    parallel_parts(parts, body);
-  }
+  });
   if (how == Reduce::sum) return;
-  if (counts) {
-    for (int64_t i = 0; i < n; ++i) ++counts[index[i * stride]];
-  }
+  const auto counts = how == Reduce::mean ? count_index(index, stride, n, rows) : nullptr;
   parallel_for(rows, rows_per_piece(row_bytes),
                [&](int64_t begin, int64_t end) { SHOAL_CALL(finish_reduce, out, counts.get(), begin, end, d, how); });
 }
@@ -142,7 +130,7 @@ void reduce_by_index_gradient(const T* grad, const int64_t* index, int64_t strid
 
 namespace {
 
-// Segments of all tables in one row of work units, each about 64 KiB of rows.
+// The segments of all tables, cut into units of about 64 KiB of rows.
 struct Unit {
   int64_t table, begin, end;
 };
@@ -194,13 +182,12 @@ void reduce_and_split(const std::vector<SplitTable>& tables, int64_t segments, c
     const auto* rows = reinterpret_cast<const T*>(table.rows);
     const uintptr_t* out = outs.data() + first[unit.table];
     if (table.slices.size() == 1) {
-      SHOAL_CALL(segment_reduce, rows, splits, unit.begin, unit.end, table.d, Reduce::sum,
-                 reinterpret_cast<T*>(out[0]));
+      SHOAL_CALL(segment_sum, rows, splits, unit.begin, unit.end, table.d, reinterpret_cast<T*>(out[0]));
       return;
     }
     auto sums = scratch<T>(table.d);
     for (int64_t b = unit.begin; b < unit.end; ++b) {
-      SHOAL_CALL(segment_reduce, rows, splits + b, int64_t{0}, int64_t{1}, table.d, Reduce::sum, sums.get());
+      SHOAL_CALL(segment_sum, rows, splits + b, int64_t{0}, int64_t{1}, table.d, sums.get());
       const T* from = sums.get();
       for (size_t j = 0; j < table.slices.size(); ++j) {
         std::copy_n(from, table.slices[j], reinterpret_cast<T*>(out[j]) + b * table.slices[j]);

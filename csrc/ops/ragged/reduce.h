@@ -11,13 +11,13 @@ namespace shoal::ops {
 template <class T>
 void reduce_by_index(const T* values, const int64_t* index, int64_t stride, int64_t n, int64_t d, int64_t rows,
                      Reduce how, T* out);
-// grad_values[i]; `values` and `norm` (the forward's result) are read by sqrtn only.
+// out[i] = the gradient of values[i]; only sqrtn reads `values` and `norm` (the forward's result).
 template <class T>
 void reduce_by_index_gradient(const T* grad, const int64_t* index, int64_t stride, int64_t n, int64_t d, int64_t rows,
                               Reduce how, const T* values, const T* norm, T* out);
 
-// Several tables with the same number of segments; table t's columns are cut into slices[t] and written to the next
-// of `outs`, each [segments, slice].
+// Sums the rows of each segment, for several tables with the same number of segments. The columns of table t are cut
+// into slices[t] and written to the next ones of `outs`, each [segments, slice].
 struct SplitTable {
   uintptr_t rows;    // [n, d]
   uintptr_t splits;  // int64 [segments + 1]
@@ -26,7 +26,7 @@ struct SplitTable {
 };
 template <class T>
 void reduce_and_split(const std::vector<SplitTable>& tables, int64_t segments, const std::vector<uintptr_t>& outs);
-// The derivative: row r of segment b gets the slices' upstream rows b side by side. `ins` are the upstream tensors.
+// The derivative: row r of segment b gets row b of the slices' upstream gradients `ins`, side by side.
 template <class T>
 void reduce_and_split_gradient(const std::vector<SplitTable>& tables, int64_t segments,
                                const std::vector<uintptr_t>& ins);

@@ -9,10 +9,9 @@ namespace shoal {
 enum class Reduce : int { sum = 0, mean = 1, sqrtn = 2 };  // sqrtn: the square root of the sum of squares
 
 #define SHOAL_SUM_KERNELS(T)                                                                                        \
-  /* out[b] = reduction of rows[splits[b]..splits[b + 1]) for b in [begin, end) */                                  \
-  void segment_reduce(const T* rows, const int64_t* splits, int64_t begin, int64_t end, int64_t d, Reduce how,      \
-                      T* out);                                                                                      \
-  /* rows [begin, end), whose index never falls: writes out rows [row_begin, row_end), zero where there is none */  \
+  /* out[b] = sum of rows[splits[b]..splits[b + 1]) for b in [begin, end) */                                        \
+  void segment_sum(const T* rows, const int64_t* splits, int64_t begin, int64_t end, int64_t d, T* out);            \
+  /* reduces rows [begin, end), whose index never falls, to out rows [row_begin, row_end); zero if none has it */   \
   void sorted_reduce(const T* rows, const int64_t* index, int64_t stride, int64_t begin, int64_t end, int64_t d,    \
                      Reduce how, int64_t row_begin, int64_t row_end, T* out);                                       \
   /* out[index[i]] += rows[i] (squared for sqrtn) for i in [0, n) whose target row is in [begin, end) */            \
@@ -20,7 +19,7 @@ enum class Reduce : int { sum = 0, mean = 1, sqrtn = 2 };  // sqrtn: the square 
                     int64_t end, bool squares, T* out);                                                             \
   /* rows [begin, end) of sums become means or roots */                                                             \
   void finish_reduce(T* out, const int64_t* counts, int64_t begin, int64_t end, int64_t d, Reduce how);             \
-  /* out[i] = derivative of the reduction with respect to rows[i]; `rows` and `norm` are read by sqrtn only */      \
+  /* out[i] = derivative of the reduction with respect to rows[i]; only sqrtn reads `rows` and `norm` */            \
   void reduce_gradient(const T* grad, const int64_t* index, int64_t stride, const T* scale, const T* rows,          \
                        const T* norm, int64_t begin, int64_t end, int64_t d, Reduce how, T* out);                   \
   /* out[lo..hi) += scale * grads[row] at offsets[row], clipped to [lo, hi), for all n rows; `whole`: nothing needs \

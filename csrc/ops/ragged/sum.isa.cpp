@@ -16,7 +16,7 @@ inline void sum_tile(const T* rows, int64_t n, int64_t d, T* out) {
 
 template <bool kSquares, class T>
 inline void sum_rows(const T* rows, int64_t n, int64_t d, T* out) {
-  if (d > 64) {  // wide rows are read from one end to the other, as memory likes it; the sums stay in the first cache
+  if (d > 64) {  // read wide rows sequentially; the sums stay in the first-level cache
     T* __restrict sum = out;
     for (int64_t c = 0; c < d; ++c) sum[c] = 0;
     for (int64_t r = 0; r < n; ++r) {
@@ -62,9 +62,8 @@ inline void reduce_one(const T* rows, int64_t n, int64_t d, Reduce how, T* out) 
 }
 
 template <class T>
-inline void segment_reduce_any(const T* rows, const int64_t* splits, int64_t begin, int64_t end, int64_t d, Reduce how,
-                               T* out) {
-  if (d == 1 && how == Reduce::sum) {
+inline void segment_sum_any(const T* rows, const int64_t* splits, int64_t begin, int64_t end, int64_t d, T* out) {
+  if (d == 1) {
     const T* x = rows + splits[begin];
     for (int64_t b = begin; b < end; ++b) {
       T sum = 0;
@@ -74,7 +73,7 @@ inline void segment_reduce_any(const T* rows, const int64_t* splits, int64_t beg
     return;
   }
   for (int64_t b = begin; b < end; ++b) {
-    reduce_one(rows + splits[b] * d, splits[b + 1] - splits[b], d, how, out + b * d);
+    sum_rows<false>(rows + splits[b] * d, splits[b + 1] - splits[b], d, out + b * d);
   }
 }
 
@@ -112,7 +111,7 @@ inline void add_any(const T* row, T* to, int64_t d, bool squares) {
   }
 }
 
-// How many rows ahead to fetch a row that the hardware cannot foresee, and how much of it.
+// How many rows ahead to prefetch a row that the hardware cannot predict, and how much of it.
 template <class T>
 struct Ahead {
   explicit Ahead(int64_t width) {
@@ -195,7 +194,7 @@ inline void reduce_gradient_any(const T* grad, const int64_t* index, int64_t str
 template <int W, class T>
 inline void add_scaled(T* out, const T* g, int64_t width, T scale) {
   if constexpr (W > 0 && W < 4) {
-    // One element at a time: neighbouring rows overlap partly, and a wide load across two fresh narrow stores stalls.
+    // One element at a time: neighbouring rows may overlap, and a wide load after two narrow stores stalls.
     for (int c = 0; c < W; ++c) {
       out[c] += scale * g[c];
       __asm__ volatile("" ::: "memory");
@@ -268,9 +267,8 @@ inline void scatter_floats_any(const T* grads, const Offset* offsets, int64_t n,
 }  // namespace
 
 #define SHOAL_SUM_KERNELS(T)                                                                                     \
-  void segment_reduce(const T* rows, const int64_t* splits, int64_t begin, int64_t end, int64_t d, Reduce how,   \
-                      T* out) {                                                                                  \
-    segment_reduce_any(rows, splits, begin, end, d, how, out);                                                   \
+  void segment_sum(const T* rows, const int64_t* splits, int64_t begin, int64_t end, int64_t d, T* out) {        \
+    segment_sum_any(rows, splits, begin, end, d, out);                                                           \
   }                                                                                                              \
   void sorted_reduce(const T* rows, const int64_t* index, int64_t stride, int64_t begin, int64_t end, int64_t d, \
                      Reduce how, int64_t row_begin, int64_t row_end, T* out) {                                   \

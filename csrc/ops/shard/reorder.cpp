@@ -22,10 +22,11 @@ int64_t reorder_by_indices(const int64_t* keys, int64_t n, const int64_t* shard_
   for (int64_t u = 0; u < count; ++u) ++next[shard_ids[first[u]]];
   int64_t total = 0;
   for (int64_t s = 0; s < shards; ++s) {
-    if (next[s] > std::numeric_limits<int32_t>::max()) fail("reorder_by_indices: more than 2^31 - 1 ids in a shard");
+    if (next[s] > std::numeric_limits<int32_t>::max())
+      fail("reorder_by_indices: a shard must have at most 2^31 - 1 ids, got " + std::to_string(next[s]));
     shard_sizes[s] = static_cast<int32_t>(next[s]);
     total += next[s];
-    next[s] = total;  // one past the shard's last place: filled from the back
+    next[s] = total;  // one past the shard's last place, since it is filled from the back
   }
   for (int64_t u = 0; u < count; ++u) order[--next[shard_ids[first[u]]]] = first[u];
   return count;
@@ -48,7 +49,7 @@ FusedReorder::FusedReorder(std::vector<uintptr_t> inputs, std::vector<int64_t> l
   place_.resize(tables);
   shard_.resize(tables);
   const FloorMod shard_of(shards - empty);
-  auto deal = [&](int64_t m) {
+  each_of(tables, starts_[tables], [&](int64_t m) {
     int64_t* count = counts_.get() + m * shards;
     std::fill_n(count, shards, 0);
     const Distinct& distinct = distinct_[m];
@@ -59,17 +60,14 @@ FusedReorder::FusedReorder(std::vector<uintptr_t> inputs, std::vector<int64_t> l
       shard_[m][u] = static_cast<uint32_t>(s);
       place_[m][u] = static_cast<uint32_t>(count[s]++);
     }
-  };
-  if (starts_[tables] < 8192) {
-    for (int64_t m = 0; m < tables; ++m) deal(m);
-  } else {
-    parallel_parts(tables, deal);
-  }
+  });
   int64_t width = 0;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   for (int64_t m = 0; m < tables; ++m) {
     size_ += distinct_[m].count;
-    if (lengths_[m] > kMost || size_ > kMost) fail("fused_reorder_by_indices: more than 2^31 - 1 ids");
+    if (lengths_[m] > kMost || size_ > kMost)
+      fail("fused_reorder_by_indices: there must be at most 2^31 - 1 ids, got " +
+           std::to_string(std::max(lengths_[m], size_)));
     if (dims_[m] > 0 && distinct_[m].count > (kMost - width) / dims_[m]) {
       fail(
           "fused_reorder_by_indices: the embeddings must have at most 2^31 - 1 floats in all; spread the tables over "
@@ -96,10 +94,10 @@ void FusedReorder::finish(int64_t* output, int32_t* shard_sizes, int32_t* slot_s
     }
     shard_sizes[s] = static_cast<int32_t>(ids - before);
   }
-  auto write = [&](int64_t m) {
+  each_of(tables, starts_[tables], [&](int64_t m) {
     const Distinct& distinct = distinct_[m];
     const int64_t *ids_at = id_base.get() + m * shards_, *floats_at = float_base.get() + m * shards_;
-    uint32_t* offset_of = place_[m].get();  // the rank in the list gives way to the float offset
+    uint32_t* offset_of = place_[m].get();  // the float offset replaces the rank in the list
     for (int64_t u = 0; u < distinct.count; ++u) {
       const uint32_t s = shard_[m][u], place = offset_of[u];
       output[ids_at[s] + place] = distinct.ids[u];
@@ -108,12 +106,7 @@ void FusedReorder::finish(int64_t* output, int32_t* shard_sizes, int32_t* slot_s
     const uint32_t* rank = rank_.get() + starts_[m];
     int32_t* out = offsets + starts_[m];
     for (int64_t i = 0; i < lengths_[m]; ++i) out[i] = static_cast<int32_t>(offset_of[rank[i]]);
-  };
-  if (starts_[tables] < 8192) {
-    for (int64_t m = 0; m < tables; ++m) write(m);
-  } else {
-    parallel_parts(tables, write);
-  }
+  });
 }
 
 }  // namespace shoal::ops

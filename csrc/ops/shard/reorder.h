@@ -1,4 +1,4 @@
-// De-duplicating ids and dealing them out to shards.
+// De-duplicating ids and distributing them to shards.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -8,12 +8,12 @@
 
 namespace shoal::ops {
 
-// Distinct keys grouped by shard, inside a shard in reverse order of first occurrence. order[0..result) are positions
-// of the kept elements; shard_sizes [shards]. Returns how many are kept.
+// Groups distinct keys by shard, within a shard in reverse order of first occurrence. Writes the positions of the kept
+// elements to `order` and their numbers to shard_sizes [shards]; returns how many are kept.
 int64_t reorder_by_indices(const int64_t* keys, int64_t n, const int64_t* shard_ids, int64_t shards, int64_t* order,
                            int32_t* shard_sizes);
 
-// Several tables at once: the constructor finds the distinct ids, finish writes the results once their size is known.
+// The same for several tables: the constructor finds the distinct ids; finish() writes the results.
 class FusedReorder {
  public:
   // shard(id) = id floor-mod (shards - empty) + empty, with `empty` 0 or 1.
@@ -27,7 +27,7 @@ class FusedReorder {
   std::vector<int64_t> dims_, lengths_, starts_;
   std::unique_ptr<uint32_t[]> rank_;                // per element: rank among its table's distinct ids
   std::vector<Distinct> distinct_;                  // per table
-  std::vector<std::unique_ptr<uint32_t[]>> place_;  // per table and distinct id: rank inside its (shard, table) list
+  std::vector<std::unique_ptr<uint32_t[]>> place_;  // per table and distinct id: rank in its (shard, table) list
   std::vector<std::unique_ptr<uint32_t[]>> shard_;  // per table and distinct id
   std::unique_ptr<int64_t[]> counts_;               // [tables, shards]
 };

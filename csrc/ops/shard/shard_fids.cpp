@@ -9,18 +9,7 @@
 #include "ops/shard/shard.h"
 
 namespace shoal::ops {
-namespace {
-
-template <class F>
-void each_feature(int64_t features, int64_t fids, F&& body) {
-  if (fids < 8192) {
-    for (int64_t f = 0; f < features; ++f) body(f);
-  } else {
-    parallel_parts(features, body);
-  }
-}
-
-}  // namespace
+namespace {}  // namespace
 
 ShardFids::ShardFids(std::vector<FeatureIds> features, int64_t tables, int64_t shards, bool unique)
     : features_(std::move(features)), tables_(tables), shards_(shards) {
@@ -34,13 +23,13 @@ ShardFids::ShardFids(std::vector<FeatureIds> features, int64_t tables, int64_t s
   }
   if (starts_[count] > std::numeric_limits<int32_t>::max() || rows_ >= std::numeric_limits<int32_t>::max()) {
     fail("sharding_sparse_fids: a batch must have fewer than 2^31 ids and rows, got " + std::to_string(starts_[count]) +
-         " ids; cut it into smaller batches");
+         " ids and " + std::to_string(rows_) + " rows; cut it into smaller batches");
   }
   shard_ = scratch<uint32_t>(starts_[count]);
   place_ = scratch<uint32_t>(starts_[count]);
   counts_ = scratch<int64_t>(count * shards);
   const FloorMod shard_of(shards);  // ids are not negative, so this is the unsigned remainder
-  each_feature(count, starts_[count], [&](int64_t f) {
+  each_of(count, starts_[count], [&](int64_t f) {
     const FeatureIds& feature = features_[f];
     const int64_t n = starts_[f + 1] - starts_[f];
     int64_t* counts = counts_.get() + f * shards_;
@@ -86,8 +75,8 @@ std::vector<int64_t> ShardFids::list_floats() const {
       int64_t& floats = out[features_[f].table * shards_ + p];
       floats += counts_[f * shards_ + p] * features_[f].width;
       if (floats >= int64_t{1} << 31) {
-        fail("sharding_sparse_fids: the embeddings of one list are " + std::to_string(floats) +
-             " floats, more than its 2^31 - 1; use more shards or a smaller batch");
+        fail("sharding_sparse_fids: the embeddings of one list must have at most 2^31 - 1 floats, got " +
+             std::to_string(floats) + "; use more shards or a smaller batch");
       }
     }
   }
@@ -118,11 +107,11 @@ void ShardFids::finish(int version, const std::vector<uintptr_t>& lists, const s
   }
   nfl_offset[count] = rows_ + 1;
   feature_offset[rows_] = static_cast<int32_t>(starts_[count]);
-  std::vector<int64_t> first_block(tables_ + 1, 0);  // version 2 numbers a block per (table, shard, feature)
+  std::vector<int64_t> first_block(tables_ + 1, 0);  // version 2 has one block per (table, shard, feature)
   for (int64_t t = 0; t < tables_; ++t)
     first_block[t + 1] = first_block[t] + std::max<int64_t>(in_table[t], 1) * shards_;
 
-  each_feature(count, starts_[count], [&](int64_t f) {
+  each_of(count, starts_[count], [&](int64_t f) {
     const FeatureIds& feature = features_[f];
     for (int64_t r = 0; r < feature.rows; ++r) {
       feature_offset[row_at[f] + r] = static_cast<int32_t>(starts_[f] + feature.splits[r]);

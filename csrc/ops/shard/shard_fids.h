@@ -1,4 +1,4 @@
-// Sharding a batch's fids: the producer of the offsets that the layout op reads.
+// Sharding a batch's fids, and the offsets that the layout op reads.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -15,8 +15,8 @@ struct FeatureIds {
   int64_t table, width;
 };
 
-// The constructor deals the ids of each feature out to shards; finish writes once the sizes are known. Features are in
-// sorted order; the ids stay alive until finish has returned.
+// The constructor distributes the ids of each feature to shards; finish() writes the results. Features are in sorted
+// order; their ids must stay alive until finish() has returned.
 class ShardFids {
  public:
   ShardFids(std::vector<FeatureIds> features, int64_t tables, int64_t shards, bool unique);

@@ -7,10 +7,10 @@
 namespace shoal::ops {
 namespace {
 
-// A function of the input alone, so that both passes and every thread count agree.
+// Depends only on the input, so that both passes agree with any number of threads.
 int64_t piece_rows(int64_t n, int64_t parts) { return std::max<int64_t>({16384, 8 * parts, n / 256 + 1}); }
 
-// body(begin, end, next) per piece; next[s] is the number of earlier rows of part s, to be counted up.
+// Calls body(begin, end, next) for each piece; next[s] is the number of earlier rows of part s, which body counts up.
 template <class F>
 void each_piece(int64_t n, int64_t parts, const int64_t* histogram, F&& body) {
   int64_t step = piece_rows(n, parts);
@@ -21,7 +21,7 @@ void each_piece(int64_t n, int64_t parts, const int64_t* histogram, F&& body) {
   });
 }
 
-void check_counts(const int64_t* indices, int64_t i, int64_t parts) {
+void check_index(const int64_t* indices, int64_t i, int64_t parts) {
   if (outside(indices[i], parts)) fail_range("split_by_indices: an index", indices[i], i, parts);
 }
 
@@ -35,7 +35,7 @@ void split_count(const int64_t* indices, int64_t n, int64_t parts, int64_t* hist
     int64_t* count = histogram + piece * parts;
     std::fill_n(count, parts, 0);
     for (int64_t i = piece * step, end = std::min(n, i + step); i < end; ++i) {
-      check_counts(indices, i, parts);
+      check_index(indices, i, parts);
       ++count[indices[i]];
     }
   });

@@ -1,7 +1,7 @@
-// Rows dealt out to parts by an index per row, input order kept inside a part.
+// Distributes rows to parts by an index per row, keeping the input order within a part.
 //
-// Both passes cut the rows into the same pieces: `histogram` is [split_pieces(n), parts] and after count holds, per
-// piece and part, how many earlier rows of that part there are.
+// Both passes cut the rows into the same pieces: `histogram` is [split_pieces(n), parts]; split_count() writes to it
+// how many earlier rows of each part there are before each piece.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -9,7 +9,7 @@
 namespace shoal::ops {
 
 int64_t split_pieces(int64_t n, int64_t parts);
-// Fills counts[parts]; throws on an index outside [0, parts).
+// Fills histogram and counts[parts]; throws for an index outside [0, parts).
 void split_count(const int64_t* indices, int64_t n, int64_t parts, int64_t* histogram, int64_t* counts);
 // outs[s] gets the rows of part s.
 void split_rows(const int64_t* indices, int64_t n, int64_t parts, const int64_t* histogram, const char* rows,
@@ -17,7 +17,7 @@ void split_rows(const int64_t* indices, int64_t n, int64_t parts, const int64_t*
 // The inverse: row i comes from its place in part indices[i].
 void unsplit_rows(const int64_t* indices, int64_t n, int64_t parts, const int64_t* histogram,
                   const std::vector<uintptr_t>& ins, int64_t row_bytes, char* rows);
-// Values and flat positions of part s, and for every part the splits of the same rows.
+// Writes the values and flat positions of each part, and the splits of the same rows in each part.
 void split_ragged(const int64_t* indices, int64_t n, int64_t parts, const int64_t* histogram, const int64_t* values,
                   const int64_t* splits, int64_t rows, const std::vector<uintptr_t>& out_values,
                   const std::vector<uintptr_t>& out_pos, const std::vector<uintptr_t>& out_splits);

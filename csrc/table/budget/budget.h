@@ -1,4 +1,4 @@
-// Bytes that one table, or several, may take: every allocation asks first, so that the sum never passes the limit.
+// A limit on the bytes of one or several tables: every allocation asks first, so that the sum never exceeds the limit.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -12,7 +12,7 @@ class Budget {
   explicit Budget(int64_t limit = kUnlimited) : limit_(limit) {}
   Budget(const Budget&) = delete;
 
-  // Whether the bytes were left, and are taken now.
+  // Takes the bytes if they are available.
   bool take(int64_t bytes) {
     int64_t used = used_.load(std::memory_order_relaxed);
     do {

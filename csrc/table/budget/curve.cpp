@@ -9,12 +9,12 @@ namespace shoal {
 namespace {
 
 constexpr uint32_t kPlaces = 1 << 16;
-constexpr double kBins = 8;  // of a doubling
+constexpr double kBins = 8;  // per doubling
 
 }  // namespace
 
 uint64_t Curve::hash(int64_t id) {
-  // Of its own: that of the index decides about stripes, and a sample must be of all of them.
+  // Not the index's hash, which chooses the stripe: a sample must be of all stripes.
   return hash_id(static_cast<uint64_t>(id) + 0x5851F42D4C957F2DULL);
 }
 
@@ -38,7 +38,7 @@ void Curve::see(int64_t id, uint64_t hash) {
   if (tree_.empty()) tree_.assign(kPlaces + 1, 0);
   if (next_ == kPlaces) renumber();
   const double rate = std::ldexp(static_cast<double>(threshold()), -64);
-  // A sampled write stands for 1 / rate of them.
+  // A sampled write represents 1 / rate writes.
   ++sampled_;
   total_ += 1 / rate;
   const auto [at, first] = last_.try_emplace(id, Last{hash, next_});
@@ -93,8 +93,8 @@ Curve::Points Curve::points() const {
   std::lock_guard lock(mutex_);
   Points points;
   points.sampled = sampled_;
-  // A few ids have many writes: where the sample has more of these than its share, or fewer, the difference is counted
-  // as writes of ids that any table would have.
+  // A few ids have many writes. If the sample has more or fewer of these than its share, the difference is counted as
+  // writes of ids that any table would have.
   const auto total = static_cast<double>(writes_.load());
   double found = total - total_;
   for (size_t bin = 0; bin < counts_.size(); ++bin) {

@@ -1,7 +1,7 @@
-// Making room in a table that is full. Ids that found none are put off until the rest of their chunk is written; then
-// each stripe that lacks rows looks through one segment of its index, the next one every time, and lets go of the rows
-// that its policy wants least. A segment has a random few thousand of the table's ids, so they are nearly those that a
-// look at all rows would have chosen. A small table looks at all of them.
+// Making room in a full table. Ids that found no room wait until the rest of their chunk is written; then each stripe
+// without free rows searches one segment of its index, the next one each time, and evicts the rows with the lowest
+// keys. A segment has a few thousand random ids, so these are nearly the rows that a search of the complete table would
+// choose. A small table searches all of its rows.
 #include <algorithm>
 #include <array>
 #include <numeric>
@@ -15,9 +15,9 @@
 namespace shoal {
 namespace {
 
-constexpr int kTries = 4;  // segments that are looked through for one chunk, unless they have rows to give
+constexpr int kTries = 4;  // segments that are searched for one chunk, at most
 
-// Bins of keys, relative to the lowest: the nearer to it the finer, by 3 bits behind the first that is set.
+// Bins of keys by their distance from the lowest: finer near it, by the 3 bits after the first that is set.
 constexpr int kBins = 256;
 inline uint32_t bin_of(uint32_t distance) {
   const int width = std::bit_width(distance);
@@ -35,12 +35,12 @@ bool Table::may_leave(const Moment& moment, Slot slot, int64_t now) const {
   return true;
 }
 
-// Pinned ids, and those that the write brings.
+// Whether an id must keep its row: it is pinned, or the write has it.
 bool Table::stays(const Write& write, int64_t id) const {
   return eviction_->is_pinned(id) || (write.batch && write.batch->has(id));
 }
 
-// Lets go of rows of one stripe, whose slots are all in segments that the caller closes the holes of.
+// Evicts rows of one stripe. The caller must close the holes in its segments.
 void Table::push_out(int stripe, const Write& write, std::span<const Slot> slots, int to_stripe) {
   if (slots.empty()) return;
   Contents& contents = *contents_;
@@ -65,11 +65,7 @@ void Table::push_out(int stripe, const Write& write, std::span<const Slot> slots
     if (sink) {
       std::lock_guard lock(sink->mutex);
       if (sink->rows.size() < sink->limit) {
-        const char* bytes = contents.rows.row(row);
-        sink->rows.ids.push_back(id);
-        sink->rows.times.push_back(time);
-        sink->rows.scores.push_back(write.moment.lasting(slot.time()));
-        sink->rows.rows.insert(sink->rows.rows.end(), bytes, bytes + layout_.stride);
+        sink->rows.add(id, time, write.moment.lasting(slot.time()), contents.rows.row(row), layout_.stride);
       } else {
         ++sink->lost;
       }
@@ -87,7 +83,7 @@ void Table::push_out(int stripe, const Write& write, std::span<const Slot> slots
   eviction_->evicted.fetch_add(static_cast<int64_t>(slots.size()), std::memory_order_relaxed);
 }
 
-// Lets the `wanted` rows of a segment go whose keys are lowest, and at most `bound`; returns how many went.
+// Evicts the `wanted` rows of a segment with the lowest keys that are at most `bound`; returns how many it evicted.
 int64_t Table::prune(int stripe, Bucket* first, const Write& write, int64_t wanted, uint32_t bound) {
   Index& index = contents_->stripes[stripe].index;
   const Moment& moment = *write.time.moment;
@@ -117,7 +113,7 @@ int64_t Table::prune(int stripe, Bucket* first, const Write& write, int64_t want
   while (last < kBins - 1 && below + bins[last] < wanted) below += bins[last++];
   std::vector<Slot> leaving;
   leaving.reserve(static_cast<size_t>(std::min<int64_t>(wanted, count)));
-  // All of the bins before `last` and some of it; further bins where rows of these stay.
+  // Takes all rows of the bins before `last` and some of it; then further bins, if some of those rows must stay.
   for (uint32_t from = 0;; from = ++last) {
     int64_t of_last = wanted - static_cast<int64_t>(leaving.size()) - (from ? 0 : below);
     for (uint32_t i = 0; i < count; ++i) {
@@ -135,20 +131,20 @@ int64_t Table::prune(int stripe, Bucket* first, const Write& write, int64_t want
   return static_cast<int64_t>(leaving.size());
 }
 
-// Newcomers of one stripe, which has many rows.
+// Makes room for the newcomers of one stripe of a table with many rows.
 void Table::make_room_in(int stripe, const Write& write, std::span<Newcomer> newcomers) {
   Contents& contents = *contents_;
   Stripe& s = contents.stripes[stripe];
   const bool choosy = eviction_->options.if_better || write.restored;
   const int64_t there = static_cast<int64_t>(s.spare.size()) + s.rows_left;
   const int64_t needed = static_cast<int64_t>(newcomers.size()) - there;
-  // Those that most deserve a row first; the ids' order stays among equals.
+  // The highest keys first; among equal keys in the order of the ids.
   if (choosy)
     std::stable_sort(newcomers.begin(), newcomers.end(), [](const auto& a, const auto& b) { return a.key > b.key; });
   int64_t got = 0;
   for (int tries = 0; got < needed && tries < kTries; ++tries) {
     Bucket* first = s.index.segment_at(&s.hand);
-    // Some more than needed go, so that not every chunk has to look; but few of what the stripe has.
+    // Evict some more than needed, so that not every chunk must search, but only a small part of the stripe's rows.
     const int64_t reserve = std::min<int64_t>(s.index.ids_in(first) / 8, s.index.size() / 32);
     if (choosy) {
       const int64_t upto = tries == 0 ? needed - 1 : (got + needed - 1) / 2;
@@ -159,7 +155,7 @@ void Table::make_room_in(int stripe, const Write& write, std::span<Newcomer> new
       got += prune(stripe, first, write, std::max(needed - got, reserve), ~0u);
     }
   }
-  // Where a segment has no place for its newcomers, rows of that segment go.
+  // If a segment has no slots for its newcomers, rows of that segment leave.
   std::unordered_map<Bucket*, std::pair<int64_t, uint32_t>> segments;  // newcomers, and the highest of their keys
   for (const Newcomer& newcomer : newcomers) {
     auto& [count, highest] = segments[s.index.segment(newcomer.hash)];
@@ -184,7 +180,7 @@ struct Table::Candidate {
   Slot slot;
 };
 
-// The same for a small table: exactly those rows go that have the lowest keys.
+// The same for a small table: exactly the rows with the lowest keys leave.
 void Table::make_room_exactly(const Write& write, std::vector<Newcomer>& newcomers) {
   Contents& contents = *contents_;
   const Moment& moment = *write.time.moment;
@@ -198,13 +194,13 @@ void Table::make_room_exactly(const Write& write, std::vector<Newcomer>& newcome
           {moment.key(slot.time()), stripe, index.segment(hash_of(static_cast<int64_t>(slot.id()))), slot});
     });
   }
-  // Of equal keys the order of ids decides, so that a table which was restored lets the same rows go.
+  // Equal keys are ordered by id, so that a restored table evicts the same rows.
   std::sort(candidates.begin(), candidates.end(),
             [](const auto& a, const auto& b) { return a.key != b.key ? a.key < b.key : a.slot.id() < b.slot.id(); });
   std::vector<uint8_t> gone(candidates.size());
-  std::vector<std::pair<Bucket*, int>> holes;  // segments and their stripes, one for each row that goes
+  std::vector<std::pair<Bucket*, int>> holes;  // the segment and the stripe of each row that leaves
   size_t next = 0;
-  // A row for the newcomer from the first candidate that will do; -1: none.
+  // Evicts the first candidate that may leave for the newcomer; false if there is none.
   auto leave = [&](const Newcomer& newcomer, Bucket* within) {
     for (size_t at = within ? 0 : next; at < candidates.size(); ++at) {
       if (!within) next = at;
@@ -237,7 +233,7 @@ void Table::make_room_exactly(const Write& write, std::vector<Newcomer>& newcome
   for (size_t at : order) {
     Newcomer& newcomer = newcomers[at];
     const auto [before, first_time] = served.try_emplace(newcomer.id, at);
-    if (!first_time) {  // it comes more than once
+    if (!first_time) {  // the id occurs more than once
       newcomer.refused = newcomers[before->second].refused;
       continue;
     }
@@ -276,7 +272,7 @@ void Table::make_room(const Write& write, std::vector<Newcomer>& newcomers) {
 }
 
 void Table::let_go(const int64_t* ids, int64_t n) {
-  if (!eviction_) throw std::invalid_argument("this table has no budget");
+  if (!eviction_) throw std::invalid_argument("this table has no budget; create it with max_rows or max_bytes");
   std::vector<int64_t> gone;
   Write write{.kind = Kind::load, .ids = ids, .n = n};
   write.moment = eviction_->moment();
@@ -302,10 +298,10 @@ void Table::follow(bool other) {
   contents_->share_spare(other);
 }
 
-// --- what callers ask -----------------------------------------------------------------------------------------------
+// --- queries -------------------------------------------------------------------------------------------------------
 
 void Table::policy_keys(const int64_t* ids, int64_t n, bool lasting, int64_t* out) const {
-  if (!eviction_) throw std::invalid_argument("this table has no budget");
+  if (!eviction_) throw std::invalid_argument("this table has no budget; create it with max_rows or max_bytes");
   const Moment moment = eviction_->moment();
   Locks<false> lock(*this, kAllStripes);
   for (int64_t i = 0; i < n; ++i) {
@@ -335,7 +331,7 @@ void Table::log_removed(Stripe& stripe, uint32_t epoch, int64_t id, uint32_t row
     const size_t more = std::max<size_t>(64, removed.capacity() / 2), bytes = more * sizeof removed[0];
     if (oldest_epoch_.load(std::memory_order_relaxed) > epoch) return;  // given up already
     if (!budget->take(static_cast<int64_t>(bytes))) {
-      // The next incremental save is refused, and a full one takes its place.
+      // The next incremental save is refused, so that a full one replaces it.
       oldest_epoch_.store(epoch + 1);
       return;
     }

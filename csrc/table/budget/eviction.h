@@ -1,4 +1,4 @@
-// What a table with a budget knows besides its rows: the policy and its clocks, pinned ids, counters.
+// The state of a table with a budget, apart from its rows: the policy and its clocks, pinned ids, counters.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -17,15 +17,15 @@ namespace shoal {
 
 struct Rows;
 
-// How a table keeps its budget. Rows and bytes are limited both, where both are given.
+// How a table keeps its budget: a limit of rows, of bytes, or both.
 struct EvictOptions {
   Policy policy = Policy::lru;
   int64_t max_rows = Budget::kUnlimited;
   std::shared_ptr<Budget> bytes;  // null: unlimited
-  bool shared = false;            // with other tables
-  uint32_t min_age_s = 0;         // rows written since then stay
-  uint32_t epoch_s = 0;           // an epoch ends after so long; 0: when the caller says so
-  bool if_better = false;         // a new id whose key is lower than those that would leave for it is refused
+  bool shared = false;            // other tables use the same budget of bytes
+  uint32_t min_age_s = 0;         // younger rows stay
+  uint32_t epoch_s = 0;           // length of an epoch; 0: the caller ends it
+  bool if_better = false;         // refuse a new id with a lower key than the row that would leave for it
 };
 
 class Eviction {
@@ -64,14 +64,14 @@ class Eviction {
   }
   uint32_t epoch() const { return epoch_.load(); }
   void set_epoch(uint32_t epoch) { epoch_.store(epoch); }
-  // Of rows that are written from now on without a score of their own; `every`: not of new ones alone.
+  // The score of rows that are written from now on without one; `every`: also of rows that exist already.
   void set_score(float score, bool every) {
     score_.store(score);
     scored_.store(every);
   }
-  // Calls from now on are later than those at this time, in seconds, that rows were loaded with.
+  // Advances the call clock past this time, in seconds, with which rows were loaded.
   void raise_call(uint32_t seconds) { raise(call_, seconds); }
-  // The clocks do not stand before what a row is loaded with (`Moment::lasting`); false: it tells nothing of them.
+  // Advances the clocks to those of a loaded row (`Moment::lasting`); false if it has none.
   bool raise_clocks(uint64_t lasting) {
     const auto high = static_cast<uint32_t>(lasting >> 23),
                low = static_cast<uint32_t>(lasting >> 3) & Moment::kLowMask;
@@ -90,7 +90,7 @@ class Eviction {
     }
     return true;
   }
-  // Takes over what the clocks of another table say, unless they stand before these.
+  // Advances the clocks to those of another table, if these are behind.
   void raise_clocks(const Eviction& other) {
     raise(call_, other.call_.load());
     if (options.policy == Policy::lfu) raise(coarse_, other.coarse_.load());
@@ -98,12 +98,10 @@ class Eviction {
       epoch_.store(other.epoch_.load());
       if (options.policy == Policy::epoch_lru) coarse_.store(other.coarse_.load());
     }
-    coarse_began_.store(created.load() - Budget::kUnlimited);  // the next call is a later one
+    coarse_began_.store(created.load() - Budget::kUnlimited);  // the next call advances the coarse clock
   }
-  uint32_t epoch_began() const { return epoch_began_.load(); }
-  void set_epoch_began(uint32_t seconds) { epoch_began_.store(seconds); }
 
-  // --- ids that stay ----------------------------------------------------------------------------------------------
+  // --- pinned ids -------------------------------------------------------------------------------------------------
   void pin(const int64_t* ids, int64_t n) {
     std::unique_lock lock(pins_mutex_);
     pins_.insert(ids, ids + n);
@@ -124,12 +122,12 @@ class Eviction {
     return pins_.contains(id);
   }
 
-  // --- what happened ----------------------------------------------------------------------------------------------
-  std::atomic<int64_t> created{0}, hits{0};  // rows made by writes; writes to rows that were there
+  // --- counters ---------------------------------------------------------------------------------------------------
+  std::atomic<int64_t> created{0}, hits{0};  // rows that writes created; writes to rows that existed
   std::atomic<int64_t> evicted{0}, refused{0};
-  std::atomic<int64_t> age_sum{0};                // of the evicted, in seconds
-  std::atomic<int64_t> youngest{-1}, oldest{-1};  // of them
-  std::atomic<bool> full{false};                  // no more rows, or bytes, are to be had
+  std::atomic<int64_t> age_sum{0};                // of evicted rows, in seconds
+  std::atomic<int64_t> youngest{-1}, oldest{-1};  // ages of evicted rows; -1: none was evicted
+  std::atomic<bool> full{false};                  // no more rows or bytes are left
   Curve curve;
 
   // Evicted rows are copied there, if given.
@@ -151,8 +149,8 @@ class Eviction {
     }
   }
 
-  // --- for a log of what calls do to the rows of others ------------------------------------------------------------
-  // Ids whose rows left for others, and ids that were refused, since they were last taken; kept once it is on.
+  // --- a log of evicted and refused ids ----------------------------------------------------------------------------
+  // Ids whose rows were evicted, and ids that were refused, since the last take_outcome(); kept while recording is on.
   struct Outcome {
     std::vector<int64_t> gone, refused;
   };

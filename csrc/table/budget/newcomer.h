@@ -1,4 +1,4 @@
-// An id that found no room, and the ids of its batch, whose rows are not for it.
+// An id that found no room, and the ids of its batch, whose rows must not leave for it.
 #pragma once
 #include <bit>
 #include <cstdint>
@@ -13,12 +13,12 @@ struct Table::Newcomer {
   int64_t place;  // in its chunk
   uint64_t hash;
   int64_t id;
-  uint32_t key;  // that its row would have
+  uint32_t key;  // the key that its row would have
   int stripe = 0;
   bool refused = false;
 };
 
-// The ids that one part of a write brings, looked up once a row has to leave.
+// The ids of one part of a write, hashed when the first row must leave.
 class Table::Batch {
  public:
   Batch(const int64_t* ids, const uint32_t* positions, int64_t n) : ids_(ids), positions_(positions), n_(n) {}

@@ -1,13 +1,14 @@
-// Which rows leave a full table first: every row has 32 bits in its slot of the index, and the lowest key leaves.
+// Which rows leave a full table first: every row has 32 bits in its slot of the index, from which its key follows; the
+// row with the lowest key leaves. The bits, highest first:
 //
 //   lru        the number of the call that wrote the row last
-//   lfu        20 bits: writes; below them 12 bits of a coarse clock, so that of equal ones the older leaves
-//   epoch_lru  12 bits: the epoch of the last write; below them 20 bits of the coarse clock, which starts with an epoch
-//   epoch_lfu  12 bits: the epoch of the last write; below them 20 bits: writes
-//   score      a float of the user's, as an integer of the same order
+//   lfu        20 bits: writes; 12 bits: a coarse clock, so that of rows with equal writes the older leaves
+//   epoch_lru  12 bits: the epoch of the last write; 20 bits: the coarse clock, which restarts with an epoch
+//   epoch_lfu  12 bits: the epoch of the last write; 20 bits: writes
+//   score      a float given by the user, as an integer of the same order
 //   slru       31 bits: the number of the call that wrote the row last; 1 bit: whether it was written before that
 //
-// Clocks wrap around: keys are taken relative to now. The coarse clock advances when a thousandth of the rows is new.
+// Clocks wrap around, so keys are relative to now. The coarse clock advances when a thousandth of the rows is new.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -17,28 +18,27 @@ namespace shoal {
 
 enum class Policy : int32_t { lru, lfu, epoch_lru, epoch_lfu, score, slru };
 
-// A float as an integer that has its order; NaN comes last.
+// A float as an integer of the same order; NaN comes last.
 inline uint32_t score_code(float score) {
   const auto bits = std::bit_cast<uint32_t>(score);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
-inline float code_score(uint32_t code) { return std::bit_cast<float>(code & 0x80000000u ? code & 0x7FFFFFFFu : ~code); }
 
-// What the clocks of a table say during one call.
+// The clocks of a table during one call.
 struct Moment {
   Policy policy = Policy::lru;
   uint32_t call = 0, coarse = 0, epoch = 0;
-  float score = 0;      // of new rows whose write brings none,
-  bool scored = false;  // and of all rows that are written
+  float score = 0;      // of new rows that are written without a score
+  bool scored = false;  // also of rows that exist already
 
   static constexpr int kClockBits = 12, kLowBits = 20;
   static constexpr uint32_t kClockMask = (1u << kClockBits) - 1, kLowMask = (1u << kLowBits) - 1;
-  // Calls that run at the same time may be ahead of this one by so many.
+  // Concurrent calls may be ahead of this one by up to this many.
   static constexpr uint32_t kAhead = 1u << 16;
-  // To slru a row that was written once is so many times as old as one that was written again.
+  // slru treats a row written once as this many times as old as one written again.
   static constexpr uint32_t kOnce = 4;
 
-  // What a row has after another write.
+  // A row's bits after another write.
   uint32_t written(uint32_t had, const float* given) const {
     switch (policy) {
       case Policy::lru:
@@ -58,18 +58,18 @@ struct Moment {
     }
     return had;
   }
-  // What a row has after its first one.
+  // A row's bits after its first write.
   uint32_t fresh(const float* given) const {
     if (policy == Policy::slru) return call << 1;
     return policy == Policy::score ? score_code(given ? *given : score) : written(0, given);
   }
-  // What a row has that was written at a time, in seconds, of which nothing else is known.
+  // The bits of a loaded row of which only the time of its last write, in seconds, is known.
   uint32_t loaded(uint32_t seconds) const {
     return policy == Policy::lru ? seconds : policy == Policy::slru ? seconds << 1 : fresh(nullptr);
   }
-  // The same wherever the row goes: in a file, or a table whose clocks are others. 3 bits: the policy + 1; 20 bits:
-  // writes (of slru, whether there was more than one), or the coarse clock in its epoch; 32 bits: the call, the coarse
-  // clock, the epoch, or the code of a score. 0: unknown.
+  // A row's bits in a form that does not depend on this table's clocks, for files and other tables. From the lowest: 3
+  // bits: the policy + 1; 20 bits: writes (slru: whether there was more than one), or the coarse clock in its epoch; 32
+  // bits: the call, the coarse clock, the epoch, or the code of a score. 0: unknown.
   uint64_t lasting(uint32_t has) const {
     uint64_t low = 0, high = has;
     if (policy == Policy::lfu) {
@@ -84,7 +84,7 @@ struct Moment {
     }
     return (high & 0xFFFFFFFFu) << 23 | low << 3 | (static_cast<uint64_t>(policy) + 1);
   }
-  // What a row has of which that is known; of another policy, or of which nothing is, as one that is written at a time.
+  // The bits of a loaded row with these `lasting` bits; if they are unknown or another policy's, only the time is used.
   uint32_t loaded(uint64_t lasting, uint32_t seconds) const {
     const auto high = static_cast<uint32_t>(lasting >> 23), low = static_cast<uint32_t>(lasting >> 3) & kLowMask;
     if ((lasting & 7) != static_cast<uint64_t>(policy) + 1) return loaded(seconds);
@@ -93,7 +93,7 @@ struct Moment {
     if (policy == Policy::slru) return high << 1 | low;
     return high;
   }
-  // The lowest leaves first.
+  // The row with the lowest key leaves first.
   uint32_t key(uint32_t has) const {
     switch (policy) {
       case Policy::lru:
@@ -110,7 +110,7 @@ struct Moment {
     }
     return has;
   }
-  // The same two, and what the next one says, without a branch: for many rows.
+  // key() and just_written() without a branch, for loops over many rows.
   struct Order {
     uint32_t high, low, base, young;
     bool protects, slru = false;
@@ -136,7 +136,7 @@ struct Moment {
     }
     return {};
   }
-  // Whether a row has just been written, by this call for all that is known: then it stays.
+  // Whether a row was just written, perhaps by this call: then it stays.
   bool just_written(uint32_t has) const {
     switch (policy) {
       case Policy::lru:
@@ -154,7 +154,7 @@ struct Moment {
 
  private:
   static constexpr uint32_t kCallMask = ~0u >> 1;
-  // From the calls since the last write; all ones: none, or the call that wrote it is ahead of this one.
+  // The key from the calls since the last write; all ones if there were none, or if a later call wrote the row.
   static uint32_t slru_key(uint32_t has, uint32_t call) {
     const uint32_t since = (call + kAhead - (has >> 1)) & kCallMask;
     const uint32_t age = std::min(since - std::min(since, kAhead), ~0u / kOnce);

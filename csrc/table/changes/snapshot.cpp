@@ -1,8 +1,9 @@
-// Copies of rows: snapshots, walks, restoring, and what changed since.
+// Copies of rows: snapshots, walks, loading, and the changes since an epoch.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
 #include "core/thread_pool.h"
 #include "table/contents.h"
@@ -12,7 +13,7 @@
 namespace shoal {
 namespace {
 
-// Rows of the slots, appended in their order.
+// Appends the rows with these numbers, in order.
 void copy_rows(const RowArena& arena, const std::vector<uint32_t>& numbers, int32_t stride, int32_t row_bytes,
                std::vector<char>* out) {
   const size_t begin = out->size();
@@ -84,7 +85,8 @@ void Table::fetch(const int64_t* ids, int64_t n, Rows* out, uint8_t* found) cons
 int64_t Table::fetch_bytes(const int64_t* ids, int64_t n, int64_t first, int64_t size, char* out,
                            int64_t* times) const {
   if (first < 0 || size < 0 || first + size > layout_.row_bytes)
-    throw std::invalid_argument("fetch_bytes got bytes that a row does not have");
+    throw std::invalid_argument("fetch_bytes: the bytes must be within 0.." + std::to_string(layout_.row_bytes) +
+                                ", the row, got " + std::to_string(size) + " bytes from " + std::to_string(first));
   std::atomic<int64_t> found{0};
   Locks<false> lock(*this, kAllStripes);
   const Contents& contents = *contents_;
@@ -123,7 +125,11 @@ void Table::load(const Rows& rows, bool written) {
   if (rows.times.size() != rows.ids.size() ||
       rows.rows.size() != rows.ids.size() * static_cast<size_t>(layout_.stride) ||
       (!rows.scores.empty() && rows.scores.size() != rows.ids.size()))
-    throw std::invalid_argument("load got ids, times and rows of different lengths");
+    throw std::invalid_argument("load: there must be a time and " + std::to_string(layout_.stride) +
+                                " bytes per id, and a score per id or none, got " + std::to_string(rows.ids.size()) +
+                                " ids, " + std::to_string(rows.times.size()) + " times, " +
+                                std::to_string(rows.rows.size()) + " bytes and " + std::to_string(rows.scores.size()) +
+                                " scores");
   if (rows.ids.empty()) return;
   const uint32_t latest = *std::max_element(rows.times.begin(), rows.times.end());
   raise_max_update_time(latest);

@@ -1,4 +1,4 @@
-// Ids that were trained since they were last stolen, for the serving replicas to be told of.
+// Ids that were trained since the last steal(), to be pushed to serving replicas.
 #pragma once
 #include <cstdint>
 #include <mutex>
@@ -8,18 +8,18 @@
 
 namespace shoal {
 
-// Insert-only until stolen. When it already holds MORE than `capacity` keys at an insertion it is emptied first and the
-// keys thrown away are counted. Keys are (id, table number); a lone set uses table 0. Thread-safe, allocates lazily.
+// A set of (id, table number); for a single table the number is 0. If it already holds MORE than `capacity` keys at an
+// insertion, it is emptied first and the dropped keys are counted. Thread-safe, allocates lazily.
 class TouchedKeys {
  public:
   explicit TouchedKeys(int64_t capacity);  // throws std::invalid_argument below 0
 
   int64_t insert(const int64_t* ids, int64_t n, int32_t table = 0);  // returns how many keys were dropped
-  // Everything, in no particular order, and the set is empty afterwards.
+  // Takes all keys out of the set, in no particular order.
   void steal(std::vector<int64_t>* ids, std::vector<int32_t>* tables);
   int64_t size() const;
   int64_t capacity() const { return capacity_; }
-  int64_t dropped() const;  // keys lost since the beginning
+  int64_t dropped() const;  // keys dropped since construction
 
  private:
   struct Key {
@@ -36,7 +36,7 @@ class TouchedKeys {
   AtFork at_fork_{&mutex_};
   std::vector<Key> slots_;  // open addressing; the size is a power of two, or 0 before the first key
   int64_t size_ = 0;
-  size_t usual_ = 64;  // slots that were filled when it was last stolen
+  size_t usual_ = 64;  // slots for as many keys as the last steal() took
   int64_t dropped_ = 0;
 };
 

@@ -11,7 +11,7 @@ Tracker::Taken Tracker::take() {
   taken.all = all_.exchange(false);
   written_.steal(&taken.ids, &tables);
   removed_.steal(&removed, &tables);
-  // Counted after stealing: what is lost in between is found lost now, and the ids that push it out are of the next
+  // Counted after stealing, so that keys lost in between are reported now; the ids that displaced them are in the next
   // take.
   const int64_t written_lost = written_.dropped(), removed_lost = removed_.dropped();
   taken.all |= written_lost > written_lost_.exchange(written_lost);

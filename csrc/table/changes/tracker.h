@@ -1,4 +1,4 @@
-// Ids of a table that were written or removed since they were last taken, for whoever keeps a copy of the table.
+// Ids of a table that were written or removed since the last take(), for a copy of the table.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -8,23 +8,23 @@
 
 namespace shoal {
 
-// Thread-safe. What is told after it happened and taken before it is read is never missed: an id that is taken may have
-// changed again by then, and then it is told again.
+// Thread-safe. No change is missed if it is reported after it happened, and if ids are taken before their rows are
+// read: a row that changes in between is reported again.
 class Tracker {
  public:
-  // Of each kind at most about `capacity` ids are kept. Beyond, written ids are given up for `all`; removed ones are
-  // lost.
+  // Keeps about `capacity` written and as many removed ids. With more of them, `Taken::all` replaces the written ids,
+  // and removed ids are lost.
   explicit Tracker(int64_t capacity) : written_(capacity), removed_(capacity) {}
 
   void wrote(const int64_t* ids, int64_t n) { written_.insert(ids, n); }
   void removed(const int64_t* ids, int64_t n) { removed_.insert(ids, n); }
-  // Every row may be another one now.
+  // Any row may have changed.
   void replaced() { all_.store(true); }
 
   struct Taken {
     std::vector<int64_t> ids;  // distinct, in no particular order
-    bool all = false;          // any row that the table has may have changed
-    int64_t lost = 0;          // removed ids that are not known any more
+    bool all = false;          // any row of the table may have changed
+    int64_t lost = 0;          // removed ids that were lost
   };
   Taken take();
   int64_t size() const { return written_.size() + removed_.size(); }

@@ -1,5 +1,6 @@
 #include "table/filters/filter.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 

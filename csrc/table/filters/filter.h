@@ -1,6 +1,5 @@
-// Admission: may an id that is not in the table get a row?
+// Admission: decides whether an id that is not in the table may get a row.
 #pragma once
-#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -33,11 +32,11 @@ class Filter {
   Filter(const Filter&) = delete;
   Filter& operator=(const Filter&) = delete;
 
-  // False when no id can ever be dropped (no thresholds set), which lets a batch skip the whole question.
+  // False if no id can ever be dropped, since no threshold is set; then a batch need not ask.
   virtual bool active() const { return thresholds_.largest() > 0; }
-  // `count` occurrences of an id that is not in the asking table. True: drop the write.
+  // Counts `count` occurrences of an id that is not in the table. True: drop the write.
   bool should_be_filtered(int64_t id, uint32_t count) { return should_be_filtered(id, count, thresholds_.of(id)); }
-  // The same with another threshold than that of the id's slot.
+  // The same with this threshold instead of that of the id's slot.
   virtual bool should_be_filtered(int64_t id, uint32_t count, uint32_t threshold) = 0;
   uint32_t threshold(int64_t id) const { return thresholds_.of(id); }
   uint32_t largest_threshold() const { return thresholds_.largest(); }

@@ -71,8 +71,8 @@ void FilterBlock::clear() {
 
 void FilterBlock::read(int64_t offset, int64_t n, uint16_t* out) const {
   if (offset < 0 || n < 0 || offset > cells() - n)
-    throw std::invalid_argument("cells " + std::to_string(offset) + ".." + std::to_string(offset + n) +
-                                " are outside the block of " + std::to_string(cells()));
+    throw std::invalid_argument("the cells must be within 0.." + std::to_string(cells()) + ", the block, got " +
+                                std::to_string(n) + " cells from " + std::to_string(offset));
   if (map_)
     std::memcpy(out, map_.get() + offset, static_cast<size_t>(n) * sizeof(uint16_t));
   else
@@ -81,8 +81,11 @@ void FilterBlock::read(int64_t offset, int64_t n, uint16_t* out) const {
 
 void FilterBlock::set(int64_t total, double fill_rate, int64_t elements, int64_t failures, const uint16_t* cells) {
   if (total < 1 || total >= kMaxTotal || !(fill_rate >= 1) || elements < 0 || failures < 0)
-    throw std::invalid_argument("a filter block of " + std::to_string(total) + " cells, fill rate " +
-                                std::to_string(fill_rate) + " and " + std::to_string(elements) + " elements cannot be");
+    throw std::invalid_argument(
+        "a filter block must have 1..2^40 cells, fill rate >= 1, elements >= 0 and failures >= "
+        "0, got " +
+        std::to_string(total) + ", " + std::to_string(fill_rate) + ", " + std::to_string(elements) + " and " +
+        std::to_string(failures));
   if (total != total_ || fill_rate != fill_rate_)
     capacity_ = std::max<int64_t>(1, std::llround(static_cast<double>(total) / fill_rate));
   total_ = total;

@@ -16,17 +16,17 @@ class FilterBlock {
   // int(capacity * fill_rate) home positions. No memory is taken before the first count.
   FilterBlock(int64_t capacity, double fill_rate);
 
-  // The place for an id: `index` of an empty cell or of the id's own, -1 when max_step cells held others.
+  // The place of an id: the `index` of its cell or of an empty one, -1 if max_step cells hold other ids.
   struct Place {
     int64_t index;
     uint32_t count;  // 0 unless occupied
     bool occupied;
   };
   Place find(int64_t id, int max_step) const;
-  // Writes the cell that find() gave: a new element if it was empty.
+  // Writes the cell that find() returned; counts a new element if it was empty.
   void store(const Place& place, int64_t id, uint32_t count);
 
-  // Counts `count` more occurrences. Returns the count before; 0 for a new id; 15, and a failure counted, without room.
+  // Counts `count` more occurrences. Returns the previous count: 0 for a new id, and 15 (and a failure) without room.
   uint32_t add(int64_t id, uint32_t count, int max_step);
   uint32_t get(int64_t id, int max_step) const;  // 0 when never seen, 15 without room
   bool full() const { return elements_ >= capacity_ - 1; }
@@ -39,8 +39,7 @@ class FilterBlock {
   int64_t elements() const { return elements_; }
   int64_t failures() const { return failures_; }
 
-  // For files. read() gives zeros for a block that holds nothing. set() throws std::invalid_argument for numbers that
-  // no block can have.
+  // For files. read() returns zeros for an empty block. set() throws std::invalid_argument for impossible numbers.
   void read(int64_t offset, int64_t n, uint16_t* out) const;
   void set(int64_t total, double fill_rate, int64_t elements, int64_t failures, const uint16_t* cells);
 

@@ -1,4 +1,4 @@
-// Random admission without memory: an id gets in with a probability that grows with its occurrences.
+// Random admission without memory: an id is admitted with a probability that grows with its occurrences.
 #pragma once
 #include <atomic>
 
@@ -8,12 +8,11 @@ namespace shoal {
 
 class ProbabilisticFilter final : public Filter {
  public:
-  // equal: 1 - 0.05^(count / threshold), so that 95 % are in after `threshold` single occurrences; otherwise
-  // min(1, count / threshold).
+  // The probability: 1 - 0.05^(count / threshold) if equal, so that 95 % are admitted after `threshold` single
+  // occurrences; otherwise min(1, count / threshold).
   ProbabilisticFilter(bool equal_probability, Thresholds thresholds = {}, uint64_t seed = 0);
   bool should_be_filtered(int64_t id, uint32_t count, uint32_t threshold) override;
   using Filter::should_be_filtered;
-  void set_seed(uint64_t seed) { drawn_ = seed; }
 
  private:
   bool equal_;

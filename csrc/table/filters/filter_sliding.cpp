@@ -8,8 +8,9 @@ namespace shoal {
 SlidingFilter::SlidingFilter(int64_t capacity, int split_num, Thresholds thresholds)
     : Filter(std::move(thresholds)), capacity_(std::max<int64_t>(capacity, 300)) {
   if (largest_threshold() > FilterBlock::kMaxCount)
-    throw std::invalid_argument("a sliding filter counts to 15, so that an occurrence_threshold of " +
-                                std::to_string(largest_threshold()) + " would never admit; use 15 or less");
+    throw std::invalid_argument(
+        "occurrence_threshold must be at most 15 for a sliding filter, which counts to 15, got " +
+        std::to_string(largest_threshold()));
   const int blocks = std::max(split_num, 5);
   if (blocks > 4096)
     throw std::invalid_argument("a filter must have at most 4096 blocks, got " + std::to_string(blocks));
@@ -68,8 +69,9 @@ SlidingFilter::Meta SlidingFilter::meta() const {
 
 void SlidingFilter::set_meta(const Meta& meta) {
   if (meta.head < 0 || meta.head >= split_num() || meta.head_increment < 0 || meta.failures < 0)
-    throw std::invalid_argument("the head of a filter of " + std::to_string(split_num()) + " blocks cannot be " +
-                                std::to_string(meta.head) + " after " + std::to_string(meta.head_increment) + " moves");
+    throw std::invalid_argument("the head of the filter must be 0.." + std::to_string(split_num() - 1) +
+                                ", and its moves and failures >= 0, got " + std::to_string(meta.head) + ", " +
+                                std::to_string(meta.head_increment) + " and " + std::to_string(meta.failures));
   std::lock_guard lock(mutex_);
   head_ = meta.head;
   head_increment_ = meta.head_increment;
@@ -78,7 +80,7 @@ void SlidingFilter::set_meta(const Meta& meta) {
 
 int SlidingFilter::checked(int block) const {
   if (block < 0 || block >= split_num())
-    throw std::invalid_argument("the filter has blocks 0.." + std::to_string(split_num() - 1) + ", got " +
+    throw std::invalid_argument("a block must be 0.." + std::to_string(split_num() - 1) + ", got " +
                                 std::to_string(block));
   return block;
 }
@@ -96,7 +98,7 @@ void SlidingFilter::read_block(int block, int64_t offset, int64_t n, uint16_t* o
 
 void SlidingFilter::set_block(int block, const BlockMeta& meta, const uint16_t* cells, int64_t n) {
   if (n != meta.total + FilterBlock::kSpare)
-    throw std::invalid_argument("a filter block of " + std::to_string(meta.total) + " home positions has " +
+    throw std::invalid_argument("a filter block of " + std::to_string(meta.total) + " home positions must have " +
                                 std::to_string(meta.total + FilterBlock::kSpare) + " cells, got " + std::to_string(n));
   std::lock_guard lock(mutex_);
   blocks_[checked(block)].set(meta.total, meta.fill_rate, meta.elements, meta.failures, cells);

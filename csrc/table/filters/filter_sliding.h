@@ -1,4 +1,4 @@
-// Counts with forgetting: a ring of blocks, of which the newest is written and older ones are remembered for a while.
+// Counts that forget: a ring of blocks, of which the newest is written and the oldest is cleared.
 #pragma once
 #include <mutex>
 #include <vector>
@@ -14,8 +14,8 @@ class SlidingFilter final : public Filter {
   static constexpr int kMaxStep = 16;    // cells looked at in a block
   static constexpr int kMaxForward = 2;  // blocks that may take a new id: the head and the next
 
-  // max(capacity, 300) elements in max(split_num, 5) blocks. Throws std::invalid_argument for a threshold above 15,
-  // which could never pass.
+  // Holds max(capacity, 300) elements in max(split_num, 5) blocks. Throws std::invalid_argument for a threshold above
+  // 15, which no count could reach.
   SlidingFilter(int64_t capacity, int split_num, Thresholds thresholds = {});
 
   uint32_t add(int64_t id, uint32_t count);  // returns the count before
@@ -33,7 +33,7 @@ class SlidingFilter final : public Filter {
   int64_t capacity() const { return capacity_; }
   int64_t elements() const;
   Meta meta() const;
-  void set_meta(const Meta& meta);  // throws std::invalid_argument for a head that is no block
+  void set_meta(const Meta& meta);  // throws std::invalid_argument for a head that is not a block
 
   // For files: the numbers of a block, and its cells.
   struct BlockMeta {

@@ -12,7 +12,7 @@
 namespace shoal {
 namespace {
 
-constexpr int64_t kPiece = 8192;  // ids of one thread's turn
+constexpr int64_t kPiece = 8192;  // ids that a thread takes at a time
 
 void refuse(const std::string& what) { throw std::invalid_argument(what); }
 
@@ -34,7 +34,7 @@ struct JoinedParts::Span {
   Pool pool() const { return part->offsets && !single ? part->features->combiners[feature] : Pool::sum; }
   bool divides() const { return pool() == Pool::mean || pool() == Pool::sqrtn; }
   bool factors() const { return part->weights || divides(); }
-  // Bag b is ids[first(b) .. first(b + 1)); where there are no bags every id is one.
+  // Bag b is ids[first(b) .. first(b + 1)); without bags, every id is one.
   int64_t bags() const { return part->offsets ? part->bags : end - begin; }
   int64_t first(int64_t bag) const {
     return part->offsets ? part->offsets[static_cast<int64_t>(feature) * part->bags + bag] : begin + bag;
@@ -57,16 +57,16 @@ void JoinedParts::Span::check_offsets() {
     falls |= offsets[b + 1] < offsets[b];
     other |= offsets[b + 1] != offsets[b] + 1;
   }
-  if (falls) refuse("the offsets of feature " + std::to_string(feature) + " must not fall");
+  if (falls) refuse("the offsets of feature " + std::to_string(feature) + " must never fall");
   single = !other;
 }
 
-// Whole bags of a span.
+// Some of the bags of a span.
 struct JoinedParts::Piece {
   const Span* span;
   int64_t begin, end;  // bags
   int64_t ids;         // that are not padding
-  int64_t to;          // their place among the table's
+  int64_t to;          // where they begin among the table's ids
 
   int64_t kept(int64_t bag) const {
     const FeatureMap& features = *span->part->features;
@@ -74,7 +74,7 @@ struct JoinedParts::Piece {
     return features.pads ? last - from - std::count(from, last, features.padding) : last - from;
   }
 
-  // All begin at the piece's place; each but `each` may be null.
+  // Where the piece's values go; all except `each` may be null.
   struct To {
     int64_t* ids;
     const float** each;
@@ -115,27 +115,31 @@ void JoinedParts::check(const GradientPart& part, int64_t tables) const {
     if (features.tables[f] < 0 || features.tables[f] >= tables)
       refuse("feature " + std::to_string(f) + " must name one of " + std::to_string(tables) + " tables, got " +
              std::to_string(features.tables[f]));
-    if (part.counts[f] < 0) refuse("counts must not be negative, got " + std::to_string(part.counts[f]));
+    if (part.counts[f] < 0) refuse("counts must be >= 0, got " + std::to_string(part.counts[f]));
     n += part.counts[f];
   }
   if (n != part.n) refuse("counts must add up to " + std::to_string(part.n) + " ids, got " + std::to_string(n));
   if (!part.offsets) return;
   if (features.combiners.size() != features.tables.size() || features.columns.size() != features.tables.size())
-    refuse("every feature of bags needs a combiner and a column");
+    refuse("there must be one combiner and one column per feature, " + std::to_string(features.tables.size()) +
+           ", got " + std::to_string(features.combiners.size()) + " and " + std::to_string(features.columns.size()));
   if (!features.lengths.empty() && features.lengths.size() != features.tables.size())
-    refuse("every feature of bags needs a length, or none");
+    refuse("there must be one length per feature, " + std::to_string(features.tables.size()) + ", or none, got " +
+           std::to_string(features.lengths.size()));
   for (size_t f = 0; f < features.tables.size(); ++f) {
     const Pool combiner = features.combiners[f];
     if (combiner < Pool::sum || combiner > Pool::max)
-      refuse("the combiner of pooled rows must be one of 0 to 4, got number " +
+      refuse("the combiner of feature " + std::to_string(f) + " must be 0..4, got " +
              std::to_string(static_cast<int>(combiner)));
-    if (combiner == Pool::max && !part.marks && part.n) refuse("the gradient of max needs the marks of its forward");
+    if (combiner == Pool::max && !part.marks && part.n)
+      refuse("the gradient of max needs the marks that its forward wrote, got none");
     const int64_t length = features.length(f);
     if (length < 1 || length > features.width || (length > 1 && combiner != Pool::firstn))
-      refuse("the length of firstn must be at least 1 and fit the width, got " + std::to_string(length));
+      refuse("the length of feature " + std::to_string(f) + " must be 1.." + std::to_string(features.width) +
+             " with firstn and 1 otherwise, got " + std::to_string(length));
     if (features.columns[f] < 0 || features.columns[f] > features.width - length * dim_)
-      refuse("columns of feature " + std::to_string(f) + " must lie within " + std::to_string(features.width) +
-             ", got " + std::to_string(features.columns[f]) + " and a width of " + std::to_string(length * dim_));
+      refuse("the columns of feature " + std::to_string(f) + " must be within 0.." + std::to_string(features.width) +
+             ", got " + std::to_string(length * dim_) + " columns from " + std::to_string(features.columns[f]));
   }
 }
 
@@ -161,7 +165,7 @@ JoinedParts::JoinedParts(const std::vector<GradientPart>& parts, int64_t tables,
       if (span.part->offsets) bags.push_back(&span);
   each_of(static_cast<int64_t>(bags.size()), offsets, [&](int64_t i) { bags[i]->check_offsets(); });
 
-  // Where the arrays of a table are as they came, nothing is copied.
+  // A table whose arrays can be used as they are is not copied.
   struct Copied {
     int64_t table;
     size_t begin, end;  // pieces
@@ -231,7 +235,7 @@ JoinedParts::JoinedParts(const std::vector<GradientPart>& parts, int64_t tables,
   each_of(static_cast<int64_t>(pieces.size()), ids, [&](int64_t i) {
     const Piece& piece = pieces[i];
     const Copied& plan = *plan_of[i];
-    const Gradients& to = joined_[plan.table];  // of which the arrays that are filled here are its own
+    const Gradients& to = joined_[plan.table];  // the arrays filled here are in memory_
     piece.fill({.ids = plan.ids ? const_cast<int64_t*>(to.ids) + piece.to : nullptr,
                 .each = const_cast<const float**>(to.each) + piece.to,
                 .factors = plan.factors ? const_cast<float*>(to.factors) + piece.to : nullptr,
@@ -280,7 +284,7 @@ bool JoinedParts::clean(const GradientPart& part) const {
   const uint32_t bits = largest;
   std::memcpy(&gradient, &bits, sizeof bits);
   std::memcpy(&weight, &of_weights, sizeof of_weights);
-  // Products are finite, too.
+  // The products must be finite, too.
   return of_weights < kInfiniteBits &&
          double{gradient} * std::max(1.0, double{weight}) < 0.99 * double{std::numeric_limits<float>::max()};
 }

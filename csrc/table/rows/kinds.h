@@ -1,4 +1,4 @@
-// The row optimizers: one line each says what it is called, what a row holds for it and how that is written to a file.
+// The row optimizers: for each one its name, its number in files and the state that a row holds for it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -6,8 +6,8 @@
 
 namespace shoal {
 
-// A field of an optimizer's state: it lies after `vectors` times dim floats and `bytes`, and is field `number` of the
-// message that a checkpoint keeps.
+// A field of an optimizer's state: it begins after `vectors` times dim floats and `bytes` bytes, and is field `number`
+// of the message in a checkpoint.
 struct StateField {
   enum Type { vector, scalar, step };  // dim floats, a float, an int64 that may be unaligned
   enum Start { zero, accumulator, beta1, beta2 };
@@ -16,7 +16,7 @@ struct StateField {
   int vectors;
   int bytes;
   const char* name;
-  Start start = zero;  // what a fresh row holds
+  Start start = zero;  // its value in a fresh row
 
   int32_t offset(int32_t dim) const { return vectors * 4 * dim + bytes; }
   int32_t size(int32_t dim) const { return type == vector ? 4 * dim : type == scalar ? 4 : 8; }
@@ -45,7 +45,7 @@ inline constexpr StateField last_step[] = {{1, step, 0, 0, "global_step"}};
 inline constexpr StateField row_norm[] = {{1, scalar, 0, 0, "norm", accumulator}};
 }  // namespace states
 
-// name, number in SingleOptimizerDump (which is not that of OptimizerConfig; 0: a checkpoint keeps nothing), state
+// name, number in SingleOptimizerDump (not the one in OptimizerConfig; 0: nothing is saved), state
 #define SHOAL_OPTIMIZERS(X)         \
   X(sgd, 2, none)                   \
   X(adagrad, 1, norm)               \

@@ -33,7 +33,9 @@ Layout::Layout(std::vector<Segment> list, bool serving, bool skip_zero)
   int64_t floats = 0, states = 0, codes = 0;
   for (auto& s : segments) {
     if (s.dim < 1) throw std::invalid_argument("dim_size must be at least 1, got " + std::to_string(s.dim));
-    if (s.dim > kMaxRow / 16) throw std::invalid_argument("dim_size is too large: " + std::to_string(s.dim));
+    if (s.dim > kMaxRow / 16)
+      throw std::invalid_argument("dim_size must be at most " + std::to_string(kMaxRow / 16) + ", got " +
+                                  std::to_string(s.dim));
     if (s.opt == Opt::batch_softmax && s.dim != 1)
       throw std::invalid_argument("batch_softmax needs dim_size 1, got " + std::to_string(s.dim));
     s.weight = static_cast<int32_t>(floats);
@@ -45,7 +47,8 @@ Layout::Layout(std::vector<Segment> list, bool serving, bool skip_zero)
     states += s.state_bytes;
     codes += s.code_bytes;
     if (4 * floats + states > kMaxRow)
-      throw std::invalid_argument("a row may take " + std::to_string(kMaxRow) + " bytes at most");
+      throw std::invalid_argument("a row must take at most " + std::to_string(kMaxRow) + " bytes, got " +
+                                  std::to_string(4 * floats + states));
   }
   for (auto& s : segments) s.state += static_cast<int32_t>(4 * floats);
   dim = static_cast<int32_t>(floats);

@@ -1,7 +1,8 @@
-// What one row of a table looks like: its segments, where their weights and optimizer states lie, how they are stored.
+// The layout of a table's row: its segments, the places of their weights and optimizer states, and their encoding.
 //
 // A training row is float weights[dim], then the optimizer states of the segments in order, without gaps; an int64
-// inside a state may be unaligned, so it is copied. A serving row is the encoded weights of the segments in order.
+// in a state may be unaligned, so it is read and written by memcpy. A serving row is the encoded weights of the
+// segments in order.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -19,11 +20,11 @@ struct Segment {
   Opt opt = Opt::sgd;
   float initial_accumulator = 0.1f;
   float weight_decay = 0;
-  float beta1 = 0.9f;  // also adadelta's averaging ratio and the momentum of those that have one
+  float beta1 = 0.9f;  // also adadelta's averaging ratio, and the momentum of optimizers with one
   float beta2 = 0.99f;
   float epsilon = 0;               // added to the root that a step is divided by; adadelta: under the roots
-  bool corrected_epsilon = false;  // of the adam family: added to the bias-corrected root
-  float beta = 0;                  // of the ftrl family and group_adagrad
+  bool corrected_epsilon = false;  // adam family: epsilon is added to the bias-corrected root
+  float beta = 0;                  // ftrl family and group_adagrad
   float l1 = 0, l2 = 0;
   bool nesterov = false;
   bool decoupled = false;  // decouple_weight_decay
@@ -31,7 +32,7 @@ struct Segment {
 
   Init init = Init::zeros;
   float init_low = 0, init_high = 0;  // constants: low; random_uniform: [low, high)
-  int32_t init_column = 0;            // of a segment that is a slice of a wider one: its first column there
+  int32_t init_column = 0;            // first column in the wider segment of which this is a slice
 
   // Training: fixed_r8 and one_bit make lookups quantisation-aware. Serving: how the row is stored.
   Codec codec = Codec::fp32;
@@ -55,9 +56,9 @@ struct Layout {
   bool serving;
   bool skip_zero;                 // serving: an all-zero vector is not stored
   int32_t dim = 0;                // floats of one embedding
-  int32_t row_bytes = 0;          // what a row holds
-  int32_t stride = 0;             // what a row takes in memory: row_bytes rounded up to a multiple of 4
-  std::vector<char> fresh_state;  // of a training row: what follows its weights before any gradient
+  int32_t row_bytes = 0;          // bytes of a row
+  int32_t stride = 0;             // bytes from one row to the next in memory: row_bytes rounded up to a multiple of 4
+  std::vector<char> fresh_state;  // of a training row: the bytes after its weights, before any gradient
 };
 
 int32_t state_bytes(Opt opt, int32_t dim);

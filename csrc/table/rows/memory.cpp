@@ -1,16 +1,15 @@
 #include "table/rows/memory.h"
 
 #include <algorithm>
-#include <new>
 #include <stdexcept>
 
 namespace shoal {
 namespace {
 
 constexpr size_t kHuge = size_t{2} << 20;
-constexpr size_t kSmall = size_t{32} << 20;  // a table of so many bytes does not prepare to grow
+constexpr size_t kSmall = size_t{32} << 20;  // bytes below which a table requests no pages ahead
 
-// Bytes to have ready for what has `used` bytes by now.
+// Bytes of pages to request ahead when `used` bytes are in use.
 size_t ahead_of(size_t used) { return std::clamp(used / 16, kHuge, 8 * kHuge); }
 
 template <class T>
@@ -26,7 +25,7 @@ RowArena::RowArena(int32_t stride, Budget* budget, int64_t most)
       budget_(budget),
       huge_(!budget || budget->limit() > static_cast<int64_t>(kSmall)),
       most_(static_cast<uint64_t>(std::min(most, kMost)) + 2) {
-  // Slabs of about 16 MiB. At least 64 rows, at most what makes one slab hold a million.
+  // Slabs of about 16 MiB, of at least 64 and at most 2^20 rows.
   while (shift_ < 20 && (size_t{1} << (shift_ + 1)) * stride_ <= (size_t{16} << 20)) ++shift_;
   mask_ = (uint32_t{1} << shift_) - 1;
   slab_count_ = (uint64_t{1} << 32) >> shift_;
@@ -52,8 +51,8 @@ uint32_t* RowArena::map_numbers() const {
   return static_cast<uint32_t*>(map_pages((size_t(mask_) + 1) * sizeof(uint32_t), false));
 }
 
-// What so many rows take: pages of 2 MiB once they are no longer few. With a budget each has a time, and room for its
-// epoch, whether that is kept yet or not.
+// The bytes of `rows` rows, in pages of 2 MiB after the first of them. With a budget each row has a time and an epoch,
+// which is counted even while it is not kept.
 int64_t RowArena::bytes_of(uint64_t rows) const {
   if (rows == 0) return 0;
   int64_t touched = static_cast<int64_t>(rows) * stride_;
@@ -79,7 +78,7 @@ void RowArena::map_slabs(uint64_t last) {
   }
 }
 
-// Has pages made that rows will need soon, and the small ones gathered on a huge one once they are full.
+// Requests the pages that rows will need soon, and moves the first 2 MiB to a huge page once they are full.
 void RowArena::make_ready() {
   const size_t used = next_ * static_cast<size_t>(stride_);
   if (huge_ && !gathered_ && kHuge <= std::min(used, slab_bytes())) {
@@ -144,7 +143,7 @@ void* BlockArena::allocate(size_t bytes) {
   std::lock_guard lock(mutex_);
   if (left_ < bytes) {
     if (next_ && !huge_) ahead_.gather(static_cast<char*>(slabs_.back().first));
-    // A slab is an eighth of what there is: few mappings in a large table, little waste in a small one.
+    // A slab is an eighth of the bytes in use: few mappings in a large table, little waste in a small one.
     size_t slab = std::clamp(used_ / 8, size_t{2} << 20, size_t{64} << 20);
     slab = (slab + kHuge - 1) & ~(kHuge - 1);
     before_ += slabs_.empty() ? 0 : touched(slabs_.back().second - left_, ready_);
@@ -172,7 +171,7 @@ void* BlockArena::allocate(size_t bytes) {
   return block;
 }
 
-// What the last slab takes: what was not touched takes no memory but for the rest of its last page.
+// The memory of the last slab: only pages that were touched or requested take any.
 size_t BlockArena::touched(size_t used, size_t ready) const {
   const size_t page = huge_ ? kHuge : 4096;
   return (used + ready + page - 1) / page * page;

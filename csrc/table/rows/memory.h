@@ -11,7 +11,7 @@
 
 namespace shoal {
 
-// Where rows are, for loops that look up many: the compiler cannot know that what they write leaves the arena alone.
+// The addresses of rows, copied for loops over many: otherwise the compiler reloads them after each write.
 struct RowPlaces {
   const std::atomic<char*>* slabs;
   size_t stride;
@@ -20,16 +20,16 @@ struct RowPlaces {
   [[gnu::always_inline]] char* row(uint32_t number) const {
     return slabs[number >> shift].load(std::memory_order_relaxed) + (number & mask) * stride;
   }
-  // Whether the first so many bytes of every row are in one cache line.
+  // Whether the first `bytes` bytes of every row are in one cache line.
   [[gnu::always_inline]] bool in_one_line(int32_t bytes) const {
     return bytes <= 64 && (stride % 64 == 0 || 64 % stride == 0);
   }
 };
 
-// Rows by number: they never move, and a number that was given back is reused by its stripe.
+// Rows by number. They never move; the number of a removed row is reused.
 class RowArena {
  public:
-  // With a budget, rows also have a time, all they take is asked for, and there are at most `most` of them.
+  // With a budget, rows also have a time, their memory is charged to it, and there are at most `most` of them.
   explicit RowArena(int32_t stride, Budget* budget = nullptr, int64_t most = kMost);
   static constexpr int64_t kMost = 0xFFFFFFF0u;
   ~RowArena();
@@ -38,13 +38,13 @@ class RowArena {
 
   [[gnu::always_inline]] RowPlaces places() const { return {slabs_, static_cast<size_t>(stride_), shift_, mask_}; }
   [[gnu::always_inline]] char* row(uint32_t number) const { return places().row(number); }
-  // The first of `count` fresh consecutive rows; they may lie in two slabs. 0: the budget does not allow it.
+  // The first of `count` fresh consecutive rows, which may be in two slabs. 0: the budget does not allow it.
   uint32_t allocate(uint32_t count);
   int64_t bytes() const;
-  // What was taken is another budget's from now on, which has been asked.
+  // Moves the charge to another budget, which has agreed to it.
   void set_budget(Budget* budget) { budget_ = budget; }
 
-  // Seconds of the last write of each row, in a table with a budget, whose index has something else in their place.
+  // The time of the last write of a row, in seconds; only with a budget: then the index holds the policy's bits.
   uint32_t time(uint32_t number) const {
     return times_[number >> shift_].load(std::memory_order_relaxed)[number & mask_];
   }
@@ -65,7 +65,7 @@ class RowArena {
     uint32_t& has = epochs_[number >> shift_].load(std::memory_order_acquire)[number & mask_];
     has = epoch | (created ? kUnsaved : has & kUnsaved);
   }
-  // Whether no copy of the row has been taken since it came into being, so that nobody need hear that it is gone.
+  // Whether no copy of the row has been taken since it was created, so that its removal need not be recorded.
   bool unsaved(uint32_t number) const {
     const uint32_t* of_slab = epochs_[number >> shift_].load(std::memory_order_acquire);
     return of_slab && (of_slab[number & mask_] & kUnsaved);
@@ -92,14 +92,14 @@ class RowArena {
   std::atomic<uint32_t*>* epochs_;
   std::atomic<uint32_t*>* times_ = nullptr;
   Budget* budget_;
-  const bool huge_;  // pages, once rows are no longer few: a small budget has no use for the rest of the last one
+  const bool huge_;  // use huge pages after the first 2 MiB; not with a small budget, which would waste the last one
   const uint64_t most_;
-  uint64_t charged_ = 0;  // rows that were asked for
+  uint64_t charged_ = 0;  // rows that the budget was charged for
   mutable std::mutex mutex_;
-  uint64_t next_ = 2;   // rows handed out; 0 and 1 mean something else in the index
-  uint64_t ready_ = 0;  // rows whose pages were asked for, of a table that is no longer small
+  uint64_t next_ = 2;   // the next row; 0 and 1 are kFreeRow and kErasedRow in the index
+  uint64_t ready_ = 0;  // rows below this have pages, or they were requested; for tables that are no longer small
   uint32_t mapped_ = 0;
-  bool gathered_ = false;  // the first 2 MiB, which begin on small pages
+  bool gathered_ = false;  // the first 2 MiB, which begin as small pages, were moved to a huge one
   bool tracking_ = false;
   Ahead ahead_;
 };
@@ -113,7 +113,7 @@ class BlockArena {
   BlockArena& operator=(const BlockArena&) = delete;
   void* allocate(size_t bytes);  // a multiple of 64; null: the budget does not allow it
   int64_t bytes() const;
-  // Memory of its users' own: directories, and segments that are smaller than full ones.
+  // Charges the budget for memory that its users allocate themselves: directories and small segments.
   bool take(size_t bytes) { return !budget_ || budget_->take(static_cast<int64_t>(bytes)); }
   void give(size_t bytes) {
     if (budget_) budget_->give(static_cast<int64_t>(bytes));
@@ -128,8 +128,8 @@ class BlockArena {
   Budget* budget_;
   size_t left_ = 0;
   size_t used_ = 0;
-  size_t before_ = 0;  // what former slabs take
-  size_t ready_ = 0;   // bytes of what is left whose pages were asked for
+  size_t before_ = 0;  // bytes that earlier slabs take
+  size_t ready_ = 0;   // bytes of the last slab after next_ whose pages were requested
   bool huge_ = false;  // the last slab is on huge pages
   Ahead ahead_;
 };

@@ -149,7 +149,7 @@ void rmsprop(const Segment& s, float* __restrict w, char* state, const float* __
   }
 }
 
-// FTRL divides a difference of roots by the rate, which makes a last bit large: so it rounds as it is written, without
+// FTRL divides a difference of roots by the rate, which magnifies rounding errors: so it must round as written, without
 // fused multiply-adds.
 #if defined(__GNUC__) && !defined(__clang__)
 #define SHOAL_AS_WRITTEN __attribute__((optimize("fp-contract=off")))
@@ -307,7 +307,7 @@ inline __m256i product(__m256i a, __m256i b, __m256i b_high) {
   return _mm256_add_epi64(_mm256_mul_epu32(a, b), _mm256_slli_epi64(cross, 32));
 }
 
-// The 24 bits that uniform() is made of, of four numbers: those of hash_id() that its last step does not change.
+// The 24 bits that uniform() uses, for four numbers: bits of hash_id() that its last step does not change.
 inline __m256i uniform_bits(__m256i x) {
   const __m256i factor = _mm256_set1_epi64x(static_cast<int64_t>(0xd6e8feb86659fd93ULL));
   const __m256i high = _mm256_srli_epi64(factor, 32);
@@ -316,7 +316,7 @@ inline __m256i uniform_bits(__m256i x) {
   return _mm256_srli_epi64(x, 40);
 }
 
-// uniform(noise, i) of i, i + 1, ...: GCC leaves the loop in scalar registers where there is no 64-bit product.
+// uniform(noise, i) for eight consecutive i: GCC does not vectorise the loop without a 64-bit product instruction.
 inline __m256 eight_uniforms(uint64_t noise, uint32_t i) {
   const __m256i first =
       _mm256_add_epi64(_mm256_set1_epi64x(static_cast<int64_t>(noise + i * kGolden)),

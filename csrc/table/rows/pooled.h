@@ -1,5 +1,5 @@
-// What pooling does to the rows of a bag, and what its gradient means for each of them. Code of all instruction sets
-// includes this, so that everything here is inlined: no set may use what was compiled for another.
+// Pooling of a bag's rows, and the gradient of each of them. Code for all instruction sets includes this, so everything
+// here must be inlined: otherwise one set could use code that was compiled for another.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -10,13 +10,13 @@ namespace shoal {
 
 enum class Pool : int32_t { sum, mean, firstn, sqrtn, max };  // the order is shared with src/shoal/table/protocol.py
 
-// Marks of max: a bit for each column of each id, set where its row has the largest number of its bag. Bytes of an id:
+// Marks of max: a bit for each column of each id, set where its row has the largest value of its bag. Bytes per id:
 [[gnu::always_inline]] inline int64_t mark_bytes(int64_t dim) { return (dim + 7) / 8; }
 [[gnu::always_inline]] inline bool is_marked(const uint8_t* marks, int64_t column) {
   return marks[column >> 3] >> (column & 7) & 1;
 }
 
-// What the sum of n rows is multiplied by.
+// The factor for the sum of n rows.
 [[gnu::always_inline]] inline float pool_scale(Pool pool, int64_t n) {
   if (pool == Pool::mean && n > 1) return 1.0f / static_cast<float>(n);
   if (pool == Pool::sqrtn && n > 1) return 1.0f / std::sqrt(static_cast<float>(n));
@@ -27,16 +27,16 @@ enum class Pool : int32_t { sum, mean, firstn, sqrtn, max };  // the order is sh
 struct PooledBag {
   Pool pool;
   int64_t dim;
-  int64_t length;        // of firstn: rows that are side by side
-  const float* grad;     // [dim], or [length * dim] of firstn
+  int64_t length;        // rows that firstn puts side by side
+  const float* grad;     // [dim], or [length * dim] for firstn
   const float* zeros;    // [dim]: the gradient of rows that firstn left out
   const float* weights;  // of all ids, or null
-  const uint8_t* marks;  // of all ids; null: this is not max
+  const uint8_t* marks;  // of all ids; null unless the pool is max
   int64_t begin, end;
 };
 
-// use(i, grad, factor, marks) for each id of a bag that is there(i): its gradient is factor * grad, in the columns that
-// are marked (null: in all of them). Rows that share a maximum share its gradient, which is written to `shares` [dim].
+// Calls use(i, grad, factor, marks) for each id of a bag for which there(i): its gradient is factor * grad, in the
+// marked columns (null: in all). Rows that share a maximum share its gradient, which is written to `shares` [dim].
 template <class There, class Use>
 [[gnu::always_inline]] inline void spread_gradient(const PooledBag& bag, float* shares, There there, Use use) {
   float factor = 1.0f;
