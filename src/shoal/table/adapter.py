@@ -1,4 +1,4 @@
-"""`AdapterGroup`: any table with ``lookup`` and ``apply_gradients`` as a group, and the judge of all other groups."""
+"""`AdapterGroup`: any table with ``lookup`` and ``apply_gradients`` as a group; the reference for all other groups."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from shoal.table.protocol import CPU, EVERY, Features, Found, Missing, Part, Ste
 
 
 class AdapterGroup:
-    """One table, reached through its public methods alone. An id that it lacks is what its ``lookup`` gives.
+    """One table, used only through its public methods. The row of a missing id is what the table's ``lookup`` returns.
 
-    ``accepts``, an attribute of the table, names the keywords that its ``apply_gradients`` takes beside ``ids``,
-    ``grads`` and ``global_step``: of ``req_time`` (seconds) and ``enable_dedup`` (without which it gets distinct ids).
+    The table's attribute ``accepts`` lists the keywords that its ``apply_gradients`` takes besides ``ids``, ``grads``
+    and ``global_step``: ``req_time`` (seconds), ``enable_dedup``, or both. A table without ``enable_dedup`` gets
+    distinct ids.
     """
 
     def __init__(self, tables: tuple[Any, ...]) -> None:
@@ -63,7 +64,8 @@ class AdapterGroup:
         if each == "occurrence":
             if "enable_dedup" not in self._accepts:
                 raise ConfigError(
-                    f"table {self._table.name!r} makes one step per distinct id; it accepts no enable_dedup"
+                    f"table {self._table.name!r} cannot make one step per occurrence: its apply_gradients does not "
+                    "accept enable_dedup"
                 )
             extra["enable_dedup"] = False
         elif "enable_dedup" in self._accepts:

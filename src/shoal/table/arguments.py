@@ -1,4 +1,4 @@
-"""Checks of what users hand to a table, before native code sees it. Every refusal names the table and the value."""
+"""Checks of the arguments of table calls, before native code sees them. Errors name the table and the value."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ CPU = torch.device("cpu")
 
 
 def device_of(table: Any) -> torch.device:
-    """Where the tensors of a table live; the CPU for one that is elsewhere altogether."""
+    """The device of a table's tensors; the CPU for a table in another process."""
     return getattr(table, "device", CPU)
 
 
 def as_ids(ids: Any, name: str, what: str = "ids", device: torch.device = CPU) -> Tensor:
-    """Contiguous int64 on ``device``; narrower integers are converted, a list is moved there.
-
-    A tensor that is elsewhere is refused.
-    """
+    """Contiguous int64 on ``device``, from a list or from integers of any width; a tensor must be on the device."""
     if not isinstance(ids, Tensor):
         try:
             ids = torch.as_tensor(ids, dtype=None if len(ids) else torch.int64, device=device)
@@ -41,8 +38,8 @@ def _check_place(tensor: Tensor, name: str, what: str, device: torch.device) -> 
     kind = type(tensor)
     if kind is not Tensor and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # FakeTensor, DTensor, ...
         raise ConfigError(
-            f"table {name!r}: {what} must be an ordinary tensor, got a {kind.__name__}, whose numbers are elsewhere; "
-            "inside compiled code use a module of shoal.nn, of a DTensor give to_local()"
+            f"table {name!r}: {what} must be an ordinary tensor, got a {kind.__name__}; inside compiled code use a "
+            "module of shoal.nn, and convert a DTensor with .to_local()"
         )
     if tensor.device != device or tensor.layout != torch.strided:
         place, move = ("CPU tensor", ".cpu()") if device == CPU else (f"tensor on {device}", f".to({str(device)!r})")
@@ -53,7 +50,7 @@ def _check_place(tensor: Tensor, name: str, what: str, device: torch.device) -> 
 
 
 def as_rows(values: Any, n: int, dim: int, name: str, what: str = "values", device: torch.device = CPU) -> Tensor:
-    """Contiguous float32 on ``device``: ``[n, dim]``, with any shape in place of ``n``, or the same flat."""
+    """Contiguous float32 ``[n, dim]`` on ``device``, from values of shape ``[..., dim]`` or flat."""
     values = _as_floats(values, name, what, device)
     if values.numel() != n * dim or (n and values.dim() > 1 and values.shape[-1] != dim):
         raise ConfigError(
@@ -64,7 +61,7 @@ def as_rows(values: Any, n: int, dim: int, name: str, what: str = "values", devi
 
 
 def as_flat(values: Any, n: int, name: str, what: str = "values", device: torch.device = CPU) -> Tensor:
-    """Contiguous float32 ``[n]`` on ``device``, of a tensor of any shape."""
+    """Contiguous float32 ``[n]`` on ``device``, from a tensor of any shape."""
     values = _as_floats(values, name, what, device).view(-1)
     if values.numel() != n:
         raise ConfigError(f"table {name!r}: {what} must have {n} elements for these ids, got {values.numel()}")
@@ -86,9 +83,9 @@ def _as_floats(values: Any, name: str, what: str, device: torch.device) -> Tenso
 
 
 def as_time(time: Any, name: str, what: str = "req_time", *, clocked: bool = False) -> int:
-    """Seconds. None is 0 or, of a table that goes by the clock (``clocked``), the current time, as a `Now`.
+    """A time in seconds. None means 0, or for a table that uses the clock (``clocked``) the current time, as a `Now`.
 
-    Such a table refuses a time more than a day ahead of its clock, for at that time its other rows would expire.
+    A ``clocked`` table rejects a time more than a day ahead of its clock, because its other rows would then expire.
     """
     if time is None:
         return now() if clocked else 0
@@ -126,3 +123,19 @@ def check_rates(rates: list[float], name: str) -> list[float]:
         if not math.isfinite(rate):
             raise ConfigError(f"table {name!r}: the learning rate of segment {index} must be finite, got {rate}")
     return rates
+
+
+def as_part(name: str, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, int, int, int]:
+    """The arguments of ``save_as_tensor`` as ints.
+
+    Raises:
+        ConfigError: one of them is out of range.
+    """
+    shard_idx, num_shards, limit, offset = map(int, (shard_idx, num_shards, limit, offset))
+    if not 0 <= shard_idx < num_shards:
+        raise ConfigError(f"table {name!r}: shard_idx must be 0..num_shards - 1, got {shard_idx} of {num_shards}")
+    if limit < 1:
+        raise ConfigError(f"table {name!r}: limit must be at least 1, got {limit}")
+    if offset < 0:
+        raise ConfigError(f"table {name!r}: offset must be 0 or the one that the previous call returned, got {offset}")
+    return shard_idx, num_shards, limit, offset

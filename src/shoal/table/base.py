@@ -1,4 +1,4 @@
-"""`TableBase`: what a table is besides its reads and writes: configuration, filter, eviction, sync client, handle."""
+"""`TableBase`: the configuration, filter, eviction, sync client and handle of a table, without reads and writes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _BAD_GRADIENT = {"raise": 0, "skip": 1, "ignore": 2}
 
 
 class TableBase(BudgetCalls, ABC):
-    """Builds a table from its configuration and keeps what belongs to it; `HashTable` reads and writes its rows."""
+    """Builds a table from its configuration and holds its parts; `HashTable` reads and writes its rows."""
 
     on_gpu = False
     local_state = True
-    """All rows are in this process, so that the ``state_dict`` of a module holds them."""
+    """Whether all rows are in this process, so that a module's ``state_dict`` contains them."""
     replayed = False
-    """Whether a CUDA graph changes rows, unseen by the host."""
+    """Whether a CUDA graph changes rows without the host seeing it."""
 
     def _build(
         self,
@@ -70,12 +70,12 @@ class TableBase(BudgetCalls, ABC):
         validate_table_config(message, config.learning_rate_fns, name)
         if first_column and len(message.entry_config.segments) > 1:
             raise ConfigError(
-                f"table {name!r}: a slice of columns must be of a table with one segment, got "
-                f"{len(message.entry_config.segments)} segments"
+                f"table {name!r}: a table that is split by columns must have one segment, got "
+                f"{len(message.entry_config.segments)}"
             )
         self.name = name
         self.first_column = first_column
-        """Of rows that are slices of wider ones: where they begin there, which initial rows depend on."""
+        """If rows are slices of wider rows: the column of the wider row where they start. Initial rows depend on it."""
         self.config = config
         self.table_config = message
         self.saver_parallel = saver_parallel
@@ -84,20 +84,20 @@ class TableBase(BudgetCalls, ABC):
         self.sync_client = sync_client
         self.on_bad_gradient = on_bad_gradient
         self.clocked = clocked
-        """Whether a write without ``req_time`` takes the current time; False: 0, and every time is believed."""
+        """Whether a write without ``req_time`` uses the current time. False: it uses 0, and every time is accepted."""
         self.skipped_gradients = 0
-        """Occurrences passed over for a NaN or infinite gradient, with ``on_bad_gradient="skip"``."""
+        """Occurrences skipped because of a NaN or infinite gradient, with ``on_bad_gradient="skip"``."""
         self._counting = threading.Lock()
         self._bad_gradient = _BAD_GRADIENT[on_bad_gradient]
         self._expiry = native_expiry(message.slot_expire_time_config)
         try:
             layout = native_layout(message, first_column)
-        except ValueError as error:  # a row beyond what the core can address
+        except ValueError as error:  # a row too large for the core to address
             raise ConfigError(f"table {name!r}: {error}") from None
         self.serving = layout.serving
         kinds = {segment.comp_config.WhichOneof("type") for segment in message.entry_config.segments}
         self.finite_values = not layout.serving and on_bad_gradient != "ignore" and kinds <= {None, "fp32", "fp16"}
-        """Whether `assign` and `assign_add` refuse NaN and infinity; quantised rows have a meaning for them."""
+        """Whether `assign` and `assign_add` reject NaN and infinity; quantized rows can represent them."""
         self._has_batch_softmax = any(
             s.opt_config.WhichOneof("type") == "batch_softmax" for s in message.entry_config.segments
         )
@@ -118,7 +118,7 @@ class TableBase(BudgetCalls, ABC):
     # --- where the rows are -------------------------------------------------------------------------------------------
 
     def _start(self, layout: _core.Layout, device: Any, deterministic: bool) -> _core.Table:
-        """Makes what holds the rows; the native table that the filter belongs to."""
+        """Creates the storage of the rows; returns the native table that holds the filter."""
         self.device = torch.device("cpu")
         expected = min(self.table_config.initial_capacity, (1 << 63) - 1)
         if self._memory_budget is not None:
@@ -134,31 +134,31 @@ class TableBase(BudgetCalls, ABC):
 
     @property
     def native(self) -> _core.Table | None:
-        """The native table, for native code that reads rows while this one lives; None where rows are on a GPU."""
+        """The native table, for native code that reads rows while this object lives; None if rows are on a GPU."""
         return None if self.on_gpu else self._native
 
     def staged(self) -> Any:
-        """What has all rows in host memory, as ``_native``: this table, or a copy of one on a GPU."""
+        """An object whose ``_native`` has all rows in host memory: this table, or a copy of a table on a GPU."""
         return self
 
     def staging(self) -> Any:
-        """What has the layout of this table's rows in host memory, as ``_native``."""
+        """An object whose ``_native`` has the layout of this table's rows in host memory."""
         return self
 
     def source(self, since: int = 0, *, stale: bool = False) -> Any:
-        """What a save takes (`shoal.table.checkpoint.single.Source`): rows written since an epoch, or all of them.
+        """The rows for a save (`shoal.table.checkpoint.single.Source`): those written since an epoch, or all of them.
 
-        With ``stale`` also those that have expired.
+        With ``stale``, expired rows are included.
         """
         return self._native, None if stale else self._expiry, since
 
     @property
     def changes(self) -> Any:
-        """What is known of changes, for incremental checkpoints: epochs, and the ids removed since one."""
+        """The record of changes for incremental checkpoints: epochs, and the ids removed since an epoch."""
         return self._native
 
     def adopt(self, native: _core.Table) -> None:
-        """Takes all rows of a native table of the same layout, its clock and its scales, in one step for readers."""
+        """Takes over the rows, clock and scales of a native table with the same layout, atomically for readers."""
         about_to_change(self)
         self._native.swap_contents(native)
         _core.adopt_eviction(self._native, native)
@@ -166,7 +166,7 @@ class TableBase(BudgetCalls, ABC):
         self._native.set_scales(native.scales())
 
     def attach(self, sync_client: Any) -> None:
-        """Has a sync client, or its handle, take the rows that change from now on, as ``sync_client=`` does."""
+        """Sends rows that change from now on to a sync client, or to its handle, as ``sync_client=`` does."""
         attached = sync_handle(sync_client, self.name).attach_table(self.name, self.dim_size, self._client_lookup)
         if attached is not None:
             self._set_touched(*attached)
@@ -177,24 +177,27 @@ class TableBase(BudgetCalls, ABC):
     # --- changes, for copies elsewhere (shoal.table.tracking) ---------------------------------------------------------
 
     def track(self, tracker: _core.Tracker) -> None:
-        """Tells a tracker of every row that is written or removed from now on."""
+        """Reports every row that is written or removed from now on to a tracker."""
         self._native.track(tracker)
 
     def untrack(self, tracker: _core.Tracker) -> None:
-        """Tells a tracker nothing more."""
+        """Stops reporting to a tracker."""
         self._native.untrack(tracker)
 
     def settle(self) -> None:
-        """Waits until trackers have been told of all writes so far, which is at once."""
+        """Waits until all writes so far have been reported to the trackers; a CPU table never waits."""
 
     def all_ids(self) -> Iterator[Tensor]:
-        """The ids that have a row, some at a time, int64 on the CPU. Writes may come in between."""
+        """The ids that have a row, in batches of int64 on the CPU. Writes can happen between batches."""
         for stripe in range(_core.Table.num_stripes):
             yield torch.from_numpy(np.frombuffer(self._native.ids(stripe), np.int64).copy())
 
     def fetch_bytes(self, ids: Tensor, begin: int, end: int) -> tuple[Tensor, int]:
-        """Bytes ``begin`` to ``end`` of the rows of ``ids``: uint8 ``[n, end - begin]`` on the CPU, as checkpoints have
-        them (weights, then the optimizer's state), zeros for an id without a row; and how many have one."""
+        """Bytes ``begin`` to ``end`` of the rows of ``ids``, and how many of the ids have a row.
+
+        The bytes are uint8 ``[n, end - begin]`` on the CPU in the order of checkpoints (weights, then the optimizer's
+        state), with zeros for an id without a row.
+        """
         ids, out = ids.contiguous(), torch.empty(ids.numel(), end - begin, dtype=torch.uint8, device="cpu")
         args = ids.data_ptr(), ids.numel(), begin, end - begin, out.data_ptr(), 0
         return out, _core.fetch_bytes(self._native, *args)
@@ -206,7 +209,7 @@ class TableBase(BudgetCalls, ABC):
         return times
 
     def fetch_kept(self, ids: Tensor) -> Tensor:
-        """What the policy of a budget keeps of ``ids``, as checkpoints have it: int64 ``[n]`` on the CPU."""
+        """The eviction policy's state for ``ids``, as in checkpoints: int64 ``[n]`` on the CPU."""
         ids, kept = ids.contiguous(), torch.empty(ids.numel(), dtype=torch.int64, device="cpu")
         _core.policy_keys(self._native, ids.data_ptr(), ids.numel(), kept.data_ptr(), lasting=True)
         return kept
@@ -216,17 +219,17 @@ class TableBase(BudgetCalls, ABC):
         """The rows of ``ids`` for a sync client, on CPU tensors."""
 
     def scales(self) -> list[float]:
-        """What the optimizer of each segment keeps for the segment as a whole."""
+        """For each segment, the scale that its optimizer keeps for all rows."""
         return self._host.scales()
 
     def training_state(self) -> dict[str, Any]:
-        """What a table has besides its rows that its next updates depend on, as JSON: its clock, counts and scales."""
+        """The state that updates depend on besides rows: clock, counts and scales, as JSON values."""
         host = self._host
         state = {"max_update_time": host.max_update_time(), "calls": host.calls(), "scales": host.scales()}
         return {**state, "eviction": self._eviction_state()} if self.has_budget else state
 
     def set_training_state(self, state: dict[str, Any]) -> None:
-        """Takes what `training_state` gave; what is not in ``state`` stays."""
+        """Sets the state from `training_state`; fields missing in ``state`` are unchanged."""
         host = self._host
         if "calls" in state:
             host.set_calls(state["calls"])
@@ -237,7 +240,7 @@ class TableBase(BudgetCalls, ABC):
         if "eviction" in state and self.has_budget:
             self._set_eviction_state(state["eviction"])
 
-    # --- what every update asks ---------------------------------------------------------------------------------------
+    # --- checks of updates --------------------------------------------------------------------------------------------
 
     def rates(self, step: int) -> list[float]:
         """The learning rate of each segment at a global step."""
@@ -253,14 +256,14 @@ class TableBase(BudgetCalls, ABC):
             raise ConfigError(f"table {self.name!r}: global_step of batch_softmax must be >= 0, got {step}")
 
     def check_trains(self, operation: str) -> None:
-        """Refuses an operation that serving entries do not have."""
+        """Raises for an operation that serving entries do not support."""
         if self.serving:
             raise UnsupportedError(f"table {self.name!r}: {operation} is not supported by serving entries")
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def to_proto(self) -> HashTableProto:
-        """A handle that `from_proto` finds this table by, in this process."""
+        """A handle with which `from_proto` finds this table in this process."""
         return HashTableProto(
             table_tensor=self.name,
             dim_size=self.dim_size,
@@ -273,7 +276,7 @@ class TableBase(BudgetCalls, ABC):
 
     @staticmethod
     def from_proto(proto: HashTableProto) -> Any:
-        """The registered table that a handle names."""
+        """The registered table of a handle."""
         return registry.find(proto.shared_name or proto.table_tensor)
 
     def close(self) -> None:
@@ -284,7 +287,7 @@ class TableBase(BudgetCalls, ABC):
 
 
 def sync_handle(sync_client: Any, name: str) -> Any:
-    """What a table attaches itself to: the handle of a sync client, or None."""
+    """The handle of a sync client, to which a table attaches itself, or None."""
     handle = getattr(sync_client, "handle", sync_client)
     if handle is not None and not hasattr(handle, "attach_table"):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Times of writes: those that a caller gave, and those that were read from the clock because none was given."""
+"""Times of writes: given by the caller, or read from the clock if the caller gave none."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ HOUR_S = 3600
 
 
 class Now(int):
-    """Seconds that were read from a clock.
+    """A time in seconds that was read from the clock.
 
-    A write stamps its rows with the ``req_time`` that it was given, also with one that is older than a row's own stamp.
-    With a ``Now`` it never moves a stamp back: a row that has a later one keeps it.
+    A write stamps its rows with the given ``req_time``, even if that is older than a row's current stamp. A ``Now``
+    never moves a stamp back: a row with a later stamp keeps it.
     """
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""A thread that removes expired rows from a table every so often, by the table's own clock."""
+"""A thread that periodically removes expired rows from a table, by the table's clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundEviction:
-    """Evicts every ``period``, the first time that long from now. Ends with the table or with `stop`."""
+    """Evicts once per ``period``, first after one ``period``. Ends when the table is collected or with `stop`."""
 
     def __init__(self, table: Any, period: timedelta) -> None:
         self._stop = threading.Event()
@@ -26,7 +26,7 @@ class BackgroundEviction:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when the thread has ended, at once unless an eviction is under way."""
+        """Stops the thread and waits until it has ended; immediate unless an eviction is running."""
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -40,7 +40,7 @@ def _run(table_ref: weakref.ref[Any], period_s: float, stop: threading.Event) ->
         try:
             removed = table.evict()
         except Exception:
-            log.exception("background eviction of table %r failed; the next try is in %g s", table.name, period_s)
+            log.exception("background eviction of table %r failed; retrying in %g s", table.name, period_s)
         else:
             if removed:
                 log.info("table %r: %d expired rows removed, %d left", table.name, removed, table.size())

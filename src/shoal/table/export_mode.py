@@ -15,7 +15,7 @@ class ExportMode(IntEnum):
 
 @dataclass(slots=True)
 class Signature:
-    """A named call: alias -> what it takes and gives."""
+    """A named call: its inputs and outputs, by alias."""
 
     name: str
     inputs: dict[str, Any]
@@ -31,7 +31,7 @@ class SubGraph:
 
 
 class ExportContext:
-    """What an export collects. Sub-graphs come into being when they are first named."""
+    """The sub-graphs and signatures that an export collects. A sub-graph is created when it is first named."""
 
     def __init__(self, with_remote_gpu: bool = False) -> None:
         self.with_remote_gpu = with_remote_gpu
@@ -51,7 +51,7 @@ class ExportContext:
 
     @property
     def sub_graph_num(self) -> int:
-        """How many graphs ``sub_graph`` has made."""
+        """The number of graphs that ``sub_graph`` has created."""
         return len(self._sub_graphs)
 
     def _graph(self, graph: SubGraph | str | None) -> SubGraph:
@@ -62,11 +62,11 @@ class ExportContext:
         return self._dense_sub_graphs.get(graph) or self.sub_graph(graph)
 
     def add_signature(self, graph: Any, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-        """Sets a signature of a graph, replacing one of that name."""
+        """Sets a signature of a graph, replacing any signature of that name."""
         self._graph(graph).signatures[name] = Signature(name, dict(inputs), dict(outputs))
 
     def merge_signature(self, graph: Any, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-        """Adds inputs and outputs to a signature, which is made if it is new."""
+        """Adds inputs and outputs to a signature, which is created if it does not exist."""
         known = self._graph(graph).signatures.setdefault(name, Signature(name, {}, {}))
         known.inputs.update(inputs)
         known.outputs.update(outputs)
@@ -82,10 +82,10 @@ _dry_run = False
 
 @contextlib.contextmanager
 def enter_export_mode(mode: ExportMode, ctx: ExportContext | None = None) -> Iterator[ExportContext]:
-    """Inside, the process exports. Not nestable; always reset on exit."""
+    """Context manager in which the process is exporting. Cannot be nested; the mode is always reset on exit."""
     global _mode, _context
     if _mode is not ExportMode.NONE:
-        raise AssertionError("export mode is entered already; it does not nest")
+        raise AssertionError("export mode must not be nested, but this process is exporting already")
     _mode, _context = ExportMode(mode), ctx if ctx is not None else ExportContext()
     try:
         yield _context
@@ -95,13 +95,13 @@ def enter_export_mode(mode: ExportMode, ctx: ExportContext | None = None) -> Ite
 
 @contextlib.contextmanager
 def dry_run() -> Iterator[None]:
-    """Inside, a model is only traced, as before an export."""
+    """Context manager in which a model is only traced, as before an export."""
     global _dry_run
-    former, _dry_run = _dry_run, True
+    previous, _dry_run = _dry_run, True
     try:
         yield
     finally:
-        _dry_run = former
+        _dry_run = previous
 
 
 def is_exporting() -> bool:

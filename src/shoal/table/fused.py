@@ -1,4 +1,4 @@
-"""Operations over several tables and several sources of ids in one call, and their spread-out gradient."""
+"""Operations over several tables and several sources of ids in one call, and the gradient of a summed lookup."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from shoal.table.config.messages import EntryDump
 from shoal.table.table import HashTable
 
 INT32_MAX = (1 << 31) - 1
-_FEW = 128  # blocks that Python counts faster than torch does
+_FEW = 128  # for at most this many blocks, Python is faster than torch
 
 
 def fused_lookup(
     tables: Sequence[HashTable], ids: Tensor, fused_slot_size: Tensor, num_of_shards: int, req_time: Any = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Looks ids of N shards up in K tables.
+    """Looks up ids from N shards in K tables.
 
     Args:
-        tables: in the order of the blocks, which is that of their sorted names.
-        ids: int64, block after block; block ``s * K + k`` is what shard s brings for table k.
+        tables: in the order of the blocks, sorted by name.
+        ids: int64, block after block; block ``s * K + k`` holds the ids from shard s for table k.
         fused_slot_size: int32 ``[K * N]``, the number of ids in each block.
         num_of_shards: N.
         req_time: has no effect.
 
     Returns:
         ``(embeddings, embedding_splits, id_offsets, embedding_offsets, indices)``: the rows in the order of ``ids`` as
-        one flat float32 vector; int32 ``[N]``, the floats of each shard; int32 ``[K * N + 1]``, where each block's ids
-        begin; the same for its floats; and ``ids`` again.
+        one flat float32 vector; int32 ``[N]``, the number of floats for each shard; int32 ``[K * N + 1]``, where each
+        block's ids start; the same for its floats; and ``ids`` unchanged.
     """
     name = table_names(tables)
     ids = as_ids(ids, name, device=_device(tables)).view(-1)
     blocks = _blocks(tables, ids, fused_slot_size, num_of_shards, name)
-    splits, begins, ends = blocks.told(name)  # before memory is taken for the rows
+    splits, begins, ends = blocks.sizes_and_offsets(name)  # raises before memory is allocated for the rows
     out = lookup_blocks(tables, ids, blocks.sizes, num_of_shards, blocks.floats)
     return out, splits, begins, ends, ids
 
 
 def lookup_blocks(tables: Sequence[HashTable], ids: Tensor, sizes: Tensor, sources: int, floats: int) -> Tensor:
-    """The native part of `fused_lookup`, on arguments that were checked."""
+    """The native part of `fused_lookup`; its arguments must have been checked."""
     if tables and tables[0].on_gpu:
         from shoal.table.cuda.multi import lookup_blocks as on_gpu
 
@@ -82,11 +82,11 @@ def fused_apply_gradient(
     num_of_shards: int,
     enable_grad_accumulation: bool = False,
 ) -> list[HashTable]:
-    """Does what ``apply_gradients`` does on every block of `fused_lookup`, shard 0 first.
+    """Runs ``apply_gradients`` on every block of `fused_lookup`, shard 0 first.
 
     An id that comes from two shards makes two optimizer steps. ``enable_grad_accumulation`` sums the gradients of equal
     ids within one block. ``learning_rate_tensors`` holds the rates of the tables' segments, table after table. The
-    offsets are those that `fused_lookup` gave. Everything is checked before the first effect.
+    offsets are those that `fused_lookup` returned. Everything is checked before anything changes.
     """
     name = table_names(tables)
     device = _device(tables)
@@ -95,16 +95,16 @@ def fused_apply_gradient(
     _check_offsets("id_offsets", "ids", id_offsets, blocks.id_offsets, name)
     _check_offsets("grad_offsets", "floats", grad_offsets, blocks.offsets, name)
     if indices is not None and (given := as_tensor(indices).numel()) != ids.numel():
-        raise ConfigError(f"table {name!r}: there must be one index per id, {ids.numel()}, got {given}")
+        raise ConfigError(f"table {name!r}: indices must have {ids.numel()} elements, one per id, got {given}")
     grads = as_flat(id_grads, blocks.floats, name, "id_grads", device)
     if isinstance(learning_rate_tensors, list) and all(type(rate) is float for rate in learning_rate_tensors):
-        rates = array.array("f", learning_rate_tensors).tolist()  # float32's, as native code has them
+        rates = array.array("f", learning_rate_tensors).tolist()  # rounded to float32, as in native code
     else:
         rates = torch.as_tensor(learning_rate_tensors, dtype=torch.float32, device="cpu").reshape(-1).tolist()
     needed = sum(len(table.table_config.entry_config.segments) for table in tables)
     if len(rates) != needed:
         raise ConfigError(
-            f"table {name!r}: learning_rate_tensors must have a rate per segment, {needed}, got {len(rates)}"
+            f"table {name!r}: learning_rate_tensors must have {needed} rates, one per segment, got {len(rates)}"
         )
     check_rates(rates, name)
     step = as_int(global_step, name, "global_step")
@@ -124,7 +124,7 @@ def apply_blocks(
     seconds: int,
     dedup: bool,
 ) -> None:
-    """The native part of `fused_apply_gradient`, on arguments whose shapes were checked."""
+    """The native part of `fused_apply_gradient`; the shapes of its arguments must have been checked."""
     for table in tables:
         table.check_trains("fused_apply_gradient")
         table._check_step(step)
@@ -156,24 +156,26 @@ def apply_blocks(
 
 
 class _Blocks:
-    """The blocks of a call: their sizes, and where their ids and their floats begin, int64. Nobody writes to them."""
+    """The blocks of a call: their sizes, and where their ids and their floats start; int64, never written to."""
 
     def __init__(self, shards: int, sizes: Tensor, id_offsets: Tensor, offsets: Tensor) -> None:
         self._shards, self.sizes, self.id_offsets, self.offsets = shards, sizes, id_offsets, offsets
         self.floats = int(offsets[-1])
-        self._told: tuple[Tensor, ...] | None = None
+        self._sizes_and_offsets: tuple[Tensor, ...] | None = None
 
-    def told(self, name: str) -> tuple[Tensor, ...]:
-        """The floats of each shard, and both offsets, int32: the caller's own."""
-        if self._told is None:
+    def sizes_and_offsets(self, name: str) -> tuple[Tensor, ...]:
+        """The number of floats for each shard and both offsets: new int32 tensors, which belong to the caller."""
+        if self._sizes_and_offsets is None:
             tables = self.sizes.numel() // self._shards
             splits = self.offsets[::tables].diff() if tables else self.offsets.new_zeros(self._shards)
-            self._told = tuple(_int32(numbers, name) for numbers in (splits, self.id_offsets, self.offsets))
-        return tuple(numbers.clone() for numbers in self._told)
+            self._sizes_and_offsets = tuple(
+                _int32(numbers, name) for numbers in (splits, self.id_offsets, self.offsets)
+            )
+        return tuple(numbers.clone() for numbers in self._sizes_and_offsets)
 
 
 def _blocks(tables: Sequence[HashTable], ids: Tensor, fused_slot_size: Any, num_of_shards: int, name: str) -> _Blocks:
-    """The blocks that ``fused_slot_size`` cuts ids into, once it was checked."""
+    """Checks ``fused_slot_size`` and returns the blocks that it divides ids into."""
     sizes = torch.as_tensor(fused_slot_size, device="cpu")
     if sizes.dtype not in (torch.int32, torch.int64):
         raise ConfigError(f"table {name!r}: fused_slot_size must be int32, got {sizes.dtype}")
@@ -181,13 +183,13 @@ def _blocks(tables: Sequence[HashTable], ids: Tensor, fused_slot_size: Any, num_
         raise ConfigError(f"table {name!r}: num_of_shards must be at least 1, got {num_of_shards}")
     if sizes.numel() != len(tables) * num_of_shards:
         raise ConfigError(
-            f"table {name!r}: fused_slot_size must have {len(tables)} tables x {num_of_shards} shards elements, "
-            f"got {sizes.numel()}"
+            f"table {name!r}: fused_slot_size must have {len(tables) * num_of_shards} elements ({len(tables)} tables x "
+            f"{num_of_shards} shards), got {sizes.numel()}"
         )
     few = sizes.reshape(-1).tolist() if sizes.numel() <= _FEW else None
     least, total = (min(few, default=0), sum(few)) if few is not None else (int(sizes.min()), int(sizes.sum()))
     if least < 0:
-        raise ConfigError(f"table {name!r}: fused_slot_size must hold counts, got {least}")
+        raise ConfigError(f"table {name!r}: fused_slot_size must be >= 0, got {least}")
     if total != ids.numel():
         raise ConfigError(
             f"table {name!r}: fused_slot_size must add up to the number of ids, {ids.numel()}, got {total}"
@@ -202,7 +204,7 @@ def _blocks(tables: Sequence[HashTable], ids: Tensor, fused_slot_size: Any, num_
 
 @functools.lru_cache(maxsize=64)
 def _few_blocks(shards: int, sizes: tuple[int, ...], dims: tuple[int, ...]) -> _Blocks:
-    """Blocks of sizes that often are those of the call before."""
+    """Blocks for sizes that often repeat from one call to the next, cached."""
     floats = [size * dim for size, dim in zip(sizes, itertools.cycle(dims), strict=False)]
     begins = [[0, *itertools.accumulate(counts)] for counts in (sizes, floats)]
     numbers = (torch.tensor(counts, dtype=torch.int64, device="cpu") for counts in (sizes, *begins))
@@ -215,7 +217,7 @@ def _offsets(sizes: Tensor) -> Tensor:
 
 def _int32(values: Tensor, name: str) -> Tensor:
     if values.numel() and int(values.max()) > INT32_MAX:
-        raise ConfigError(f"table {name!r}: {int(values.max())} floats do not fit int32 offsets; send smaller batches")
+        raise ConfigError(f"table {name!r}: {int(values.max())} floats do not fit int32 offsets; use smaller batches")
     return values.to(torch.int32, copy=True)
 
 
@@ -226,8 +228,7 @@ def _check_offsets(what: str, of: str, given: Any, expected: Tensor, name: str) 
     short = expected[:-1]  # the last offset follows from the others
     if not (torch.equal(flat, expected) or torch.equal(flat, short)):
         raise ConfigError(
-            f"table {name!r}: {what} must be the positions at which the {of} of each block begin, "
-            f"{_shown(expected)}, got {_shown(flat)}"
+            f"table {name!r}: {what} must be the start of each block's {of}, {_shown(expected)}, got {_shown(flat)}"
         )
 
 
@@ -236,7 +237,7 @@ def _shown(offsets: Tensor) -> str:
 
 
 def _device(tables: Sequence[HashTable]) -> torch.device:
-    """Where the tables' tensors live."""
+    """The device of the tables' tensors."""
     devices = {table.device for table in tables} or {torch.device("cpu")}
     if len(devices) > 1 or len({table.on_gpu for table in tables}) > 1:
         raise ConfigError(
@@ -246,13 +247,13 @@ def _device(tables: Sequence[HashTable]) -> torch.device:
 
 
 def table_names(tables: Sequence[HashTable]) -> str:
-    """What messages call several tables."""
+    """The name of several tables in messages."""
     names = [table.name for table in itertools.islice(tables, 3)]
     return f"{', '.join(names)}{', ...' if len(tables) > 3 else ''}"
 
 
 def hash_table_lookup_gradient(id_indices: Tensor, id_values: Tensor, input_grads: Tensor) -> tuple[Tensor, Tensor]:
-    """Spreads the gradients of summed rows over the ids that were summed into them.
+    """Distributes the gradients of summed rows to the ids that were summed.
 
     ``id_indices`` is int64 ``[n, 2]`` with the row of each id first, ``id_values`` the ids ``[n]``, ``input_grads``
     ``[B, dim]``. Returns the ids, and for each the gradient of its row: ``[n, dim]``.
@@ -266,7 +267,7 @@ def hash_table_lookup_gradient(id_indices: Tensor, id_values: Tensor, input_grad
     first = rows[:, 0].long()
     if first.numel() and not 0 <= int(first.min()) <= int(first.max()) < input_grads.shape[0]:
         worst = int(first.min()) if int(first.min()) < 0 else int(first.max())
-        raise ConfigError(f"id_indices names row {worst}, but input_grads has {input_grads.shape[0]} rows")
+        raise ConfigError(f"the rows in id_indices must be in [0, {input_grads.shape[0]}), got {worst}")
     return ids, input_grads[first]
 
 
@@ -291,7 +292,7 @@ def concatenated_rates(tables: list[HashTable], global_step: Any) -> list[float]
 
 
 class FusedCalls:
-    """The fused calls of something that has tables by name."""
+    """Mixin with the fused calls, for classes that hold tables by name."""
 
     _tables: dict[str, Any]
 
@@ -323,7 +324,7 @@ class FusedCalls:
         num_of_shards: int,
         enable_grad_accumulation: bool = False,
     ) -> Self:
-        """`shoal.table.fused_apply_gradient` over all tables with the rates of ``global_step``."""
+        """`shoal.table.fused_apply_gradient` over all tables, with their learning rates at ``global_step``."""
         tables = self._fused_tables()
         fused_apply_gradient(
             tables,

@@ -1,4 +1,4 @@
-"""`LocalGroup`: CPU tables of one dim as a group. One native call reads the rows of all features of a batch."""
+"""`LocalGroup`: CPU tables with the same dim as a group. One native call reads the rows of all features of a batch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 _NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
 _int64, _float32 = torch.int64, torch.float32
-_KEPT = 1024  # wirings
+_KEPT = 1024  # the most cached wirings
 _Wiring = _core.Wiring  # methods that take addresses are called on the class; see table.py
 
 
 class LocalGroup:
-    """Tables in this process's memory, whatever their optimizers, seeds and filters.
+    """Tables in this process's memory, with any optimizers, seeds and filters.
 
-    `find` locates nothing: a read has to look at the index anyway, to see that rows have not moved, and so has an
-    update, which stamps them there.
+    `find` does not locate rows: reads have to check the index anyway, because rows can move, and updates, because they
+    stamp rows there.
     """
 
     def __init__(self, tables: tuple[HashTable, ...]) -> None:
@@ -116,7 +116,7 @@ class LocalGroup:
         update(self, parts, step, each)
 
     def _wiring(self, features: Features) -> Any:
-        """The native form of ``features``, made once."""
+        """The native form of ``features``, cached."""
         last, wiring = self._last
         if last is features:
             return wiring

@@ -1,7 +1,7 @@
 """One update of several tables in this process: gradients of rows and of bags, in one native call.
 
-Gradients of bags stay as they came: the native code reads a bag's gradient for each of its ids, times the id's factor.
-What it means is `shoal.table.pooling.row_gradients`, followed by ``apply_gradients`` on every table.
+Gradients of bags are not expanded: the native code reads a bag's gradient for each of its ids, times the id's factor.
+The result equals `shoal.table.pooling.row_gradients` followed by ``apply_gradients`` on every table.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _NONE: list[int] = []
 
 
 def update(group: Any, parts: Sequence[Part], step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
-    """`Group.update` of a group of `HashTable`s on the CPU (its ``tables``, of one ``dim``).
+    """`Group.update` for a group of `HashTable`s on the CPU (its ``tables``, all with the same ``dim``).
 
-    Everything is checked, in all tables, before the first effect. Safe to call from several threads.
+    Everything is checked, for all tables, before anything changes. Safe to call from several threads.
     """
     if WAITING:
         about_to_change(*group.tables)
@@ -39,7 +39,7 @@ def update(group: Any, parts: Sequence[Part], step: Step, each: Literal["sum", "
 
 
 class _Updater:
-    """What is the same in all updates of a group."""
+    """The updates of one group, with the data that does not change between them."""
 
     def __init__(self, tables: Sequence[Any]) -> None:
         self._tables = tuple(tables)
@@ -62,7 +62,7 @@ class _Updater:
         if number < 0:
             for table in tables:
                 table._check_step(number)
-        # A table's settings may have been changed since the last update.
+        # A table's settings can have changed since the last update.
         clocked = [table.clocked for table in tables]
         given_time = seconds is not None
         if not isinstance(seconds, Now):
@@ -71,7 +71,7 @@ class _Updater:
         rates = self._rates(number, lr_scale)
         features: list[_core.FeatureMap] = []
         numbers: list[int] = []
-        kept: list[Tensor] = []  # tensors made here, which live until the call is over
+        kept: list[Tensor] = []  # tensors that must stay alive until the call ends
         for part in parts:
             features.append(self._feature_map(part.features))
             numbers += self._numbers(part, kept)
@@ -96,8 +96,10 @@ class _Updater:
             table._count_skipped(count)
 
     def _own_scores(self, parts: Sequence[Part], seconds: int, kept: list[Tensor]) -> list[int]:
-        """What `UpdateGroup.apply` takes of tables that have a policy of the user's: for each table the address of the
-        scores of its ids, in the order in which parts and features bring them, and their number."""
+        """The arguments of `UpdateGroup.apply` for tables with a custom eviction policy.
+
+        For each table, the address of its ids' scores, in the order of parts and features, and their number.
+        """
         found: list[int] = []
         for table in self._tables:
             if table.own_policy is None:
@@ -114,7 +116,7 @@ class _Updater:
         return found
 
     def _feature_map(self, features: Features) -> _core.FeatureMap:
-        """The native form of ``features``; that of the last ones without a look at what they hold."""
+        """The native form of ``features``; the most recent one is found by identity, without comparing contents."""
         last, native = self._last
         if last is not features:
             native = _feature_map(features)
@@ -130,8 +132,8 @@ class _Updater:
         scales = lr_scale.tolist() if isinstance(lr_scale, Tensor) else list(lr_scale)
         if len(scales) != len(self._tables):
             raise ConfigError(
-                f"tables {self._names}: lr_scale must have a factor for each of {len(self._tables)} tables, "
-                f"got {len(scales)}"
+                f"tables {self._names}: lr_scale must have {len(self._tables)} factors, one per table, got "
+                f"{len(scales)}"
             )
         rates = []
         for table, scale in zip(self._tables, scales, strict=True):
@@ -139,7 +141,7 @@ class _Updater:
         return rates
 
     def _numbers(self, part: Part, kept: list[Tensor]) -> tuple[int, ...]:
-        """What `UpdateGroup.apply` takes of a part: addresses and sizes of tensors that were checked."""
+        """The arguments of `UpdateGroup.apply` for a part: addresses and sizes of checked tensors."""
         (ids, counts, _, _), features, grad, offsets, weights, marks = part
         n, tables, bags = ids.numel(), len(features.tables), 0
         _check("ids", ids, _int64, n)
@@ -184,7 +186,7 @@ def _feature_map(features: Features) -> _core.FeatureMap:
 
 
 def check_marks(marks: Tensor, n: int, dim: int, who: str) -> None:
-    """Refuses marks that are not of ``n`` ids."""
+    """Raises unless the marks have the shape for ``n`` ids."""
     if marks.dtype is not torch.uint8 or marks.shape != marks_shape(n, dim) or not marks.is_contiguous():
         raise ConfigError(
             f"{who}: marks must be contiguous uint8 {list(marks_shape(n, dim))}, got {marks.dtype} {list(marks.shape)}"
@@ -194,6 +196,6 @@ def check_marks(marks: Tensor, n: int, dim: int, who: str) -> None:
 def _check(what: str, tensor: Tensor, dtype: torch.dtype, n: int) -> None:
     if tensor.dtype is not dtype or tensor.numel() != n or not tensor.is_cpu or not tensor.is_contiguous():
         raise ConfigError(
-            f"{what} must be {n} contiguous {dtype} on the CPU, got {tensor.numel()} of {tensor.dtype} "
-            f"on {tensor.device}, {'contiguous' if tensor.is_contiguous() else 'strided'}"
+            f"{what} must be {n} contiguous {dtype} elements on the CPU, got {tensor.numel()} of {tensor.dtype} "
+            f"on {tensor.device}, {'contiguous' if tensor.is_contiguous() else 'not contiguous'}"
         )

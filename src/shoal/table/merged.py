@@ -26,15 +26,15 @@ def merged_name(slots: Iterable[str]) -> str:
 
 
 def legacy_name(slots: Iterable[str]) -> str:
-    """The same in old checkpoints, where ``fc_slot_3`` was called ``slot_3``."""
+    """The name of the shared table in old checkpoints, where ``fc_slot_3`` was called ``slot_3``."""
     return merged_name([slot[3:] if _LEGACY.match(slot) else slot for slot in slots])
 
 
 class MergedMultiTypeHashTable:
-    """Slots whose ``str(config)`` is equal share a table of ``factory({merged name: config})``.
+    """A multi-type table in which slots with equal ``str(config)`` share a table of ``factory({merged name: config})``.
 
-    The same id in two member slots is the same row; callers keep them apart by putting the slot into the id. In one
-    write, equal ids of two member slots are duplicates, in sorted slot order.
+    The same id in two member slots is the same row; put the slot into the id to keep them separate. In one write, equal
+    ids of two member slots are duplicates, in sorted slot order.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class MergedMultiTypeHashTable:
 
     @property
     def table(self) -> Any:
-        """The multi-type table behind."""
+        """The multi-type table that holds the merged tables."""
         return self._table
 
     def get_table_dim_sizes(self) -> list[int]:
@@ -74,9 +74,9 @@ class MergedMultiTypeHashTable:
     ) -> Any:
         """``{slot: ids}`` to ``{slot: [n, dim]}``.
 
-        With ``early_reorder_indicies_res_pack = (merged_slot_to_sizes, pack)`` in front of a synchronous table: only
-        the keys of ``slot_to_id`` count, the ids are in the pack, and the result is ``(slot_to_embedding, bundle)``.
-        The sizes travel in the bundle, since a pipelined lookup answers an earlier batch.
+        With ``early_reorder_indicies_res_pack = (merged_slot_to_sizes, pack)`` and a synchronous table, only the keys
+        of ``slot_to_id`` are used, the ids are in the pack, and the result is ``(slot_to_embedding, bundle)``. The
+        bundle includes the sizes because a pipelined lookup returns the result of an earlier batch.
         """
         groups = self._groups(slot_to_id)
         if early_reorder_indicies_res_pack is None:
@@ -93,21 +93,21 @@ class MergedMultiTypeHashTable:
         return _split(groups, found, bundle.pop("merged_slot_to_sizes")), bundle
 
     def assign(self, slot_to_id_and_value: Mapping[str, tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> Any:
-        """``{slot: (ids, values)}``; further arguments are handed on."""
+        """``{slot: (ids, values)}``; further arguments are passed on."""
         self._table.assign(self._merge(slot_to_id_and_value, "values"), *args, **kwargs)
         return self
 
     def assign_add(self, slot_to_id_and_value: Mapping[str, tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> Any:
-        """``{slot: (ids, values)}``; further arguments are handed on."""
+        """``{slot: (ids, values)}``; further arguments are passed on."""
         self._table.assign_add(self._merge(slot_to_id_and_value, "values"), *args, **kwargs)
         return self
 
     def apply_gradients(
         self, slot_to_grad: Mapping[str, Any], *args: Any, skip_merge_id: bool = False, **kwargs: Any
     ) -> Any:
-        """``{slot: (ids, grads)}``; further arguments are handed on.
+        """``{slot: (ids, grads)}``; further arguments are passed on.
 
-        With ``skip_merge_id``, in front of a synchronous table, it is ``{slot: grads}``.
+        With ``skip_merge_id`` and a synchronous table, the first argument is ``{slot: grads}``.
         """
         if skip_merge_id:
             merged = self._merged(slot_to_grad)
@@ -123,7 +123,7 @@ class MergedMultiTypeHashTable:
         ids: Callable[[Any], Mapping[str, Tensor]] = lambda batch: batch,
         **options: Any,
     ) -> Any:
-        """That of the synchronous table behind, by slot; ``ids`` gives ``{slot: ids}`` of a batch."""
+        """The pipeline of the synchronous table, by slot; ``ids`` returns ``{slot: ids}`` of a batch."""
 
         def flat(batch: Any) -> dict[str, Tensor]:
             return {slot: as_ids(value, slot).view(-1) for slot, value in ids(batch).items()}
@@ -139,20 +139,22 @@ class MergedMultiTypeHashTable:
         )
 
     def _merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of the member slots of each table one after the other."""
+        """Merged name -> the values of the table's member slots, concatenated."""
         groups = self._groups(values)
         return {name: torch.cat([values[slot] for slot in slots]) for name, slots in groups.items()}
 
     def reinitialize(self, slot: str, ids: Tensor) -> tuple[Any, Tensor]:
-        """Not offered: a merged table cannot tell whose rows they are."""
-        raise NotImplementedError("MergedMultiTypeHashTable has no reinitialize; a row may belong to several slots")
+        """Not supported: a merged table does not know which slot a row belongs to."""
+        raise NotImplementedError(
+            "MergedMultiTypeHashTable does not support reinitialize: a row may belong to several slots"
+        )
 
     def get_queue_hooks(self) -> list[Any]:
-        """The hooks of the tables behind."""
+        """The hooks of the merged tables."""
         return self._table.get_queue_hooks()
 
     def as_op(self, name: str | None = None) -> Any:
-        """Waits until everything asked of the tables behind has been applied."""
+        """Waits until all calls on the merged tables have been applied."""
         self._table.as_op()
         return self
 
@@ -160,11 +162,11 @@ class MergedMultiTypeHashTable:
         return f"MergedMultiTypeHashTable({len(self.slot_mapping)} slots, {self._table!r})"
 
     def _groups(self, slots: Iterable[str]) -> dict[str, list[str]]:
-        """Merged name -> its slots among those given, sorted."""
+        """Merged name -> the given slots that share it, sorted."""
         groups: dict[str, list[str]] = {}
         for slot in sorted(slots):
             if slot not in self.slot_mapping:
-                raise KeyError(f"there is no slot {slot!r}; there are {', '.join(self.slot_mapping) or 'none'}")
+                raise KeyError(f"there is no slot {slot!r}; slots are {', '.join(self.slot_mapping) or 'none'}")
             groups.setdefault(self.slot_mapping[slot], []).append(slot)
         return groups
 

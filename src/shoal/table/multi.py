@@ -21,8 +21,9 @@ from shoal.table.table import HashTable, check_values
 class MultiHashTable(RawTables):
     """Many named tables, ordered by name, that share a filter and a checkpoint.
 
-    A read ignores names that do not exist; a write to one raises ``KeyError`` and changes nothing. Every write is a
-    write of all tables, those not named getting no ids, so it moves the clock of each. Make it with `from_configs`.
+    A read ignores names that do not exist; a write to such a name raises ``KeyError`` and changes nothing. Every write
+    goes to all tables, with no ids for those that it does not name, so it advances the clock of each. Create one with
+    `from_configs`.
 
     The raw calls take all tables at once: ids as a `Ragged` (or ``(values, row_splits)``) with one row per table,
     values as one flat float32 vector, table after table.
@@ -99,7 +100,7 @@ class MultiHashTable(RawTables):
         device: Any = "cpu",
         deterministic: bool = False,
     ) -> MultiHashTable:
-        """The same from what `convert_to_cached_config` worked out."""
+        """A registered table, as with `from_configs`, from the result of `convert_to_cached_config`."""
         name = f"MonolithMultiHashTable_{name_suffix}"
         return registry.register(
             name,
@@ -122,7 +123,7 @@ class MultiHashTable(RawTables):
         return dict(self._tables)
 
     def size(self) -> int:
-        """Rows of all tables."""
+        """The number of rows in all tables."""
         return sum(table.size() for table in self._tables.values())
 
     # --- by name ----------------------------------------------------------------------------------------------------
@@ -157,21 +158,21 @@ class MultiHashTable(RawTables):
     def apply_gradients(
         self, slot_to_id_and_grad: Mapping[str, tuple[Tensor, Tensor]], global_step: Any = 0, req_time: Any = None
     ) -> MultiHashTable:
-        """``{name: (ids, grads)}``; every occurrence of an id is a step of its own."""
+        """``{name: (ids, grads)}``; every occurrence of an id makes a separate optimizer step."""
         writes, seconds = self._writes(slot_to_id_and_grad, req_time, "grads")
         ids = self._join_ids([ids for ids, _ in writes.values()])
         flat = self._join([grads.view(-1) for _, grads in writes.values()], torch.float32)
         return self.raw_apply_gradients(ids, flat, global_step, seconds)
 
     def reinitialize(self, name: str, ids: Tensor) -> tuple[MultiHashTable, Tensor]:
-        """Fresh rows; int32 ``[n]``: 1 existed, 0 inserted, -1 for all ids if there is no such table."""
+        """Resets rows; int32 ``[n]``: 1 if the id existed, 0 if it was inserted, -1 for all ids of an unknown table."""
         if name not in self._tables:
             n = as_ids(ids, self.name, device=self.device).numel()
             return self, torch.full((n,), -1, dtype=torch.int32, device=self.device)
         return self, self._tables[name].reinitialize(ids)[1]
 
     def evict(self, max_update_time: Any = None) -> int:
-        """`HashTable.evict` of every table; the rows removed."""
+        """`HashTable.evict` on every table; returns the number of rows removed."""
         return sum(table.evict(max_update_time) for table in self._tables.values())
 
     def clear(self) -> MultiHashTable:
@@ -183,27 +184,27 @@ class MultiHashTable(RawTables):
     # --- checkpoints and the rest -----------------------------------------------------------------------------------
 
     def save(self, basename: str, random_sleep_ms: int = 0) -> MultiHashTable:
-        """Writes all rows that have not expired; training may continue meanwhile."""
+        """Writes all rows that have not expired; training can continue meanwhile."""
         from shoal.table.checkpoint import save_multi_table
 
         save_multi_table(self, basename, random_sleep_ms=random_sleep_ms)
         return self
 
     def restore(self, basename: str, *, strict: bool = True) -> MultiHashTable:
-        """Replaces the rows of the tables that the checkpoint has; if any of its files is bad nothing changes."""
+        """Replaces the rows of the tables in the checkpoint; if any of its files is damaged, nothing changes."""
         from shoal.table.checkpoint import restore_multi_table
 
         restore_multi_table(self, basename, strict=strict)
         return self
 
     def feature_stat(self, basename: str) -> dict[str, int]:
-        """Table -> its rows in a checkpoint."""
+        """Table name -> the number of its rows in a checkpoint."""
         from shoal.table.checkpoint import feature_stat
 
         return feature_stat(basename)
 
     def to_proto(self) -> MultiHashTableProto:
-        """A handle that `from_proto` finds this table by, in this process."""
+        """A handle with which `from_proto` finds this table in this process."""
         return MultiHashTableProto(
             dims=self.get_table_dim_sizes(),
             slot_expire_time_config=self.cached_config.slot_expire_time_config,
@@ -217,7 +218,7 @@ class MultiHashTable(RawTables):
 
     @staticmethod
     def from_proto(proto: MultiHashTableProto) -> MultiHashTable:
-        """The registered table that a handle names."""
+        """The registered table of a handle."""
         return registry.find(proto.shared_name or proto.handle_tensor)
 
     def get_queue_hooks(self) -> list[Any]:
@@ -225,7 +226,7 @@ class MultiHashTable(RawTables):
         return []
 
     def as_op(self, name: str | None = None) -> MultiHashTable:
-        """Waits until everything asked of these tables has been applied, which is at once on a CPU."""
+        """Waits until all calls on these tables have been applied; CPU tables never wait."""
         for table in self._tables.values():
             table.as_op()
         return self
@@ -241,7 +242,7 @@ class MultiHashTable(RawTables):
     def _writes(
         self, writes: Mapping[str, tuple[Tensor, Tensor]], req_time: Any, what: str
     ) -> tuple[dict[str, tuple[Tensor, Tensor]], int]:
-        """The writes of all tables in order, checked."""
+        """The checked writes for all tables, in table order."""
         self._check_names(writes)
         seconds = as_time(req_time, self.name)
         checked = {}

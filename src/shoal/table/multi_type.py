@@ -1,4 +1,4 @@
-"""`MultiTypeHashTable`: tables of different kinds side by side, one per slot name."""
+"""`MultiTypeHashTable`: tables of different kinds, one per slot name."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shoal.table.table import HashTable, check_values
 class MultiTypeHashTable(FusedCalls):
     """One table per slot name, built by ``hash_table_factory(name, config)``.
 
-    Slots are ordered by name wherever an order matters. A call touches only the slots that it names, and a write is
-    checked as a whole before its first effect.
+    Slots are ordered by name wherever an order matters. A call affects only the slots that it names, and all of a write
+    is checked before anything changes.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class MultiTypeHashTable(FusedCalls):
 
     @property
     def device(self) -> torch.device:
-        """Where the tables' tensors live: on the first one's device."""
+        """The device of the tables' tensors, taken from the first table."""
         return next(map(device_of, self._tables.values()), CPU)
 
     def get_table_dim_sizes(self) -> list[int]:
@@ -45,7 +45,7 @@ class MultiTypeHashTable(FusedCalls):
         return [table.dim_size for table in self._tables.values()]
 
     def size(self) -> int:
-        """Rows of all tables."""
+        """The number of rows in all tables."""
         return sum(table.size() for table in self._tables.values())
 
     def lookup(self, slot_to_id: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ class MultiTypeHashTable(FusedCalls):
         return self
 
     def reinitialize(self, slot: str, ids: Tensor) -> tuple[Any, Tensor]:
-        """Fresh rows; int32 ``[n]``: 1 existed, 0 inserted, -1 for all ids if the slot is unknown."""
+        """Resets rows; int32 ``[n]``: 1 if the id existed, 0 if it was inserted, -1 for all ids of an unknown slot."""
         if slot not in self._tables:
             return self, torch.full(
                 (as_ids(ids, slot, device=self.device).numel(),), -1, dtype=torch.int32, device=self.device
@@ -93,13 +93,13 @@ class MultiTypeHashTable(FusedCalls):
         return self, self._tables[slot].reinitialize(ids)[1]
 
     def get_queue_hooks(self) -> list[Any]:
-        """The hooks of the tables: local ones have none."""
+        """The hooks of the tables; local tables have none."""
         return [
             h for t in self._tables.values() for h in (t.get_queue_hooks() if hasattr(t, "get_queue_hooks") else ())
         ]
 
     def as_op(self, name: str | None = None) -> Any:
-        """Waits until everything asked of these tables has been applied."""
+        """Waits until all calls on these tables have been applied."""
         for table in self._tables.values():
             table.as_op()
         return self
@@ -109,7 +109,7 @@ class MultiTypeHashTable(FusedCalls):
 
     def _table(self, slot: str) -> Any:
         if slot not in self._tables:
-            raise KeyError(f"there is no slot {slot!r}; there are {', '.join(self._tables) or 'none'}")
+            raise KeyError(f"there is no slot {slot!r}; slots are {', '.join(self._tables) or 'none'}")
         return self._tables[slot]
 
     def _check(
@@ -129,7 +129,7 @@ class MultiTypeHashTable(FusedCalls):
 
 
 def check_gradients(table: Any, grads: Tensor, global_step: Any) -> None:
-    """Raises what ``apply_gradients`` of a local table would raise for these gradients."""
+    """Raises the error that ``apply_gradients`` of a local table would raise for these gradients."""
     if not isinstance(table, HashTable):
         return
     step = as_int(global_step, table.name, "global_step")

@@ -1,6 +1,6 @@
-"""Bags of rows pooled into one vector each: natively on a CPU, with gradients, and in plain torch elsewhere.
+"""Pooling of bags of rows into one vector each, with gradients: natively on a CPU, in plain torch elsewhere.
 
-The torch code is the meaning of what groups pool while they read, on a CPU and on a GPU.
+The torch code defines the result of the pooling that groups do while they read, on a CPU and on a GPU.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def pool(
     weights: Tensor | None = None,
     padding: int | None = None,
 ) -> Tensor:
-    """``[B, D]`` of rows ``[N, D]``, or ``[B, length, D]`` for firstn; rows and weights get gradients.
+    """Pools rows ``[N, D]`` to ``[B, D]``, or ``[B, length, D]`` for firstn; rows and weights get gradients.
 
-    An empty bag is zeros. A weight multiplies its row; mean and sqrtn divide by the number of ids, or its root. Where
-    several rows share a maximum, each gets an equal share of its gradient. ``offsets`` rise from 0 to N.
+    An empty bag gives zeros. A weight multiplies its row; mean divides by the number of ids, sqrtn by its square root.
+    If several rows share a maximum, each gets an equal share of its gradient. ``offsets`` rise from 0 to N.
     """
     if not _can_be_native(rows, ids, offsets, weights):
         return pool_plainly(rows, ids, offsets, kind, length=length, weights=weights, padding=padding)
-    bags = _Bags(ids.contiguous(), offsets.contiguous(), kind, length, padding)
+    bags = _NativeBags(ids.contiguous(), offsets.contiguous(), kind, length, padding)
     weights = None if weights is None else weights.float().contiguous()
     if torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad)):
-        return _Pool.apply(rows.contiguous(), weights, bags)
+        return _PoolWithGradient.apply(rows.contiguous(), weights, bags)
     return bags.pool(rows.contiguous(), weights, None)
 
 
@@ -71,7 +71,7 @@ def pool_plainly(
 
 
 def pool_equal(rows: Tensor, ids: Tensor, kind: int, *, length: int = 0, padding: int | None = None) -> Tensor:
-    """`pool` of ids ``[B, L]``: bags of one length."""
+    """`pool` for ids ``[B, L]``: bags of equal length."""
     batch, each = ids.shape
     if each == 1 and padding is None and kind != FIRSTN:
         return rows
@@ -87,8 +87,8 @@ def _can_be_native(rows: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor |
     return plain and not torch._C._are_functorch_transforms_active()
 
 
-class _Bags:
-    """Bags of rows that are one after another, pooled natively."""
+class _NativeBags:
+    """Bags of consecutive rows, pooled natively."""
 
     def __init__(self, ids: Tensor, offsets: Tensor, kind: int, length: int, padding: int | None) -> None:
         self.ids, self.offsets, self.kind, self.length, self.padding = ids, offsets, kind, length, padding
@@ -109,7 +109,7 @@ class _Bags:
     def gradient(
         self, rows: Tensor, weights: Tensor | None, marks: Tensor | None, grad: Tensor, of_rows: bool, of_weights: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Of rows and of weights, those that are wanted."""
+        """The gradients of rows and weights, if they are needed."""
         rows_grad = torch.zeros_like(rows) if of_rows else None
         weights_grad = torch.empty_like(weights) if of_weights and weights is not None else None
         grad = grad.float().contiguous()
@@ -118,11 +118,11 @@ class _Bags:
         return rows_grad, weights_grad
 
 
-class _Pool(torch.autograd.Function):
-    """`_Bags.pool` with its gradient."""
+class _PoolWithGradient(torch.autograd.Function):
+    """`_NativeBags.pool` with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, bags: _Bags) -> Tensor:  # pyrefly: ignore[bad-override]
+    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, bags: _NativeBags) -> Tensor:  # pyrefly: ignore[bad-override]
         marks = None
         if bags.kind == MAX:
             marks = torch.empty(marks_shape(*rows.shape), dtype=torch.uint8, device="cpu")
@@ -138,14 +138,14 @@ class _Pool(torch.autograd.Function):
 
 
 def largest(rows: Tensor, bag: Tensor, keep: Tensor | None, bags: int) -> Tensor:
-    """``[bags, D]``: the largest number of each column of the rows of each bag."""
-    bag = bag if keep is None else torch.where(keep, bag, bags)  # padding goes to a bag of its own
+    """``[bags, D]``: the maximum of each column over the rows of each bag."""
+    bag = bag if keep is None else torch.where(keep, bag, bags)  # padding goes to an extra bag
     start = rows.new_zeros(bags + 1, rows.shape[1])
     return start.scatter_reduce(0, bag[:, None].expand_as(rows), rows, "amax", include_self=False)[:bags]
 
 
 def _places(offsets: Tensor, bag: Tensor, keep: Tensor | None) -> Tensor:
-    """int64 ``[n]``: how many ids of its bag that count are before each."""
+    """int64 ``[n]``: the position of each id in its bag, not counting padding."""
     ones = torch.ones_like(bag) if keep is None else keep.long()
     before = ones.cumsum(0) - ones
     start = torch.cat([before, ones.sum().view(1)])[offsets[:-1]]
@@ -155,7 +155,7 @@ def _places(offsets: Tensor, bag: Tensor, keep: Tensor | None) -> Tensor:
 def _first(rows: Tensor, offsets: Tensor, bag: Tensor, keep: Tensor | None, bags: int, length: int) -> Tensor:
     place = _places(offsets, bag, keep)
     fits = place < length if keep is None else keep & (place < length)
-    target = torch.where(fits, bag * length + place, bags * length)  # the rest go to a row that is cut off
+    target = torch.where(fits, bag * length + place, bags * length)  # the rest go to an extra row that is dropped
     out = rows.new_zeros(bags * length + 1, rows.shape[1]).index_add(0, target, rows)
     return out[: bags * length].view(bags, length, rows.shape[1])
 
@@ -165,7 +165,7 @@ def add_bags(rows: Tensor, bag: Tensor, offsets: Tensor) -> Tensor:
     return rows.new_zeros(offsets.shape[0] - 1, rows.shape[1]).index_add(0, bag, rows)
 
 
-# --- several features in one call, as groups have them ----------------------------------------------------------------
+# --- several features in one call, as in groups -----------------------------------------------------------------------
 
 
 def bag_of_ids(offsets: Tensor, n: int) -> Tensor:
@@ -175,7 +175,7 @@ def bag_of_ids(offsets: Tensor, n: int) -> Tensor:
 
 
 def bag_factors(found: Found, features: Features, offsets: Tensor, weights: Tensor | None) -> Tensor:
-    """float32 ``[N]``: what each row is multiplied by in the sum that is its bag: 0 for padding."""
+    """float32 ``[N]``: the factor of each row in the sum of its bag; 0 for padding."""
     n = found.ids.numel()
     bags = offsets.numel() - 1
     each = max(1, bags // max(1, len(features.tables)))
@@ -197,7 +197,7 @@ def pool_columns(
     out: Tensor,
     marks: Tensor | None = None,
 ) -> None:
-    """Pools rows ``[N, dim]`` into the features' columns of ``out``, and writes the marks of max."""
+    """Pools rows ``[N, dim]`` into the features' columns of ``out``, and writes the marks for max."""
     n, dim = rows.shape
     bag, kinds = bag_of_ids(offsets, n), set(features.combiners)
     shape = (len(features.columns), -1 if out.shape[0] else 0, dim)
@@ -253,14 +253,14 @@ def row_gradients(part: Part, dim: int) -> Tensor:
 
 
 def _packed(bits: Tensor) -> Tensor:
-    """Marks of booleans ``[N, dim]``."""
+    """Booleans ``[N, dim]`` packed into marks."""
     n, dim = bits.shape
     wide = torch.nn.functional.pad(bits, (0, -dim % 8)).view(n, (dim + 7) // 8, 8)
     return (wide * _BITS.to(bits.device)).sum(2, dtype=torch.uint8)
 
 
 def unpacked(marks: Tensor, dim: int) -> Tensor:
-    """Booleans ``[N, dim]`` of marks."""
+    """Marks unpacked into booleans ``[N, dim]``."""
     return ((marks[:, :, None] & _BITS.to(marks.device)) != 0).flatten(1)[:, :dim]
 
 
@@ -277,11 +277,11 @@ def joined(parts: Sequence[Part], dim: int) -> tuple[Tensor, Tensor]:
     return torch.cat(ids), torch.cat(grads)
 
 
-# --- the meaning, bag by bag ------------------------------------------------------------------------------------------
+# --- the definition, bag by bag ---------------------------------------------------------------------------------------
 
 
 def pool_reference(rows: Tensor, offsets: Tensor, weights: Tensor | None, kind: int, length: int = 0) -> Tensor:
-    """What `pool` means."""
+    """The definition of `pool`, bag by bag."""
     out = []
     for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         bag = rows[begin:end] if weights is None else rows[begin:end] * weights[begin:end, None]

@@ -1,9 +1,9 @@
-"""What modules, trainer and servers ask of tables: find the rows of a batch once, read them, update them.
+"""The interface of tables for modules, trainer and servers: find the rows of a batch once, read them, update them.
 
-A batch of ids is located once per step, by `Group.find`; `rows` and `pooled` read what was found, and `update` writes
-it. A group is one table, or several that are served in one call: by one pass on a CPU, one launch sequence on a GPU,
-one exchange per direction between ranks, one request per server. Reading never writes: an id without a row is answered
-with zeros or with its initial row, and the first update creates it.
+`Group.find` locates a batch of ids once per step; `rows` and `pooled` read the rows found, and `update` writes them. A
+group is one table, or several that are served in one call: by one pass on a CPU, one launch sequence on a GPU, one
+exchange per direction between ranks, one request per server. Reading never writes: an id without a row reads as zeros
+or as its initial row, and the first update creates the row.
 """
 
 from __future__ import annotations
@@ -19,53 +19,53 @@ from torch import Tensor
 CPU = torch.device("cpu")
 SUM, MEAN, FIRSTN, SQRTN, MAX = range(5)  # as in csrc/table/rows/pooled.h
 SUMS = frozenset({SUM, MEAN, SQRTN})
-"""Combiners that add rows, times a factor."""
+"""Combiners that add rows, each times a factor."""
 EVERY = SUMS | {FIRSTN, MAX}
 Missing = Literal["zeros", "initial"]
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What a caller has to know about the tables of a group."""
+    """Properties of a group's tables that callers depend on."""
 
     device: torch.device = CPU
-    """Where ids are taken, and where rows and pooled rows come out."""
+    """The device of ids, rows and pooled rows."""
     collective: bool = False
-    """Every rank must make every call, in the same order; a rank without ids, too. Such a group may have
-    ``refused(error)``, called in place of `Group.find` by a rank that cannot make it, which tells the other ranks."""
+    """Every rank must make every call, in the same order, even a rank without ids. Such a group can have
+    ``refused(error)``, which a rank that cannot call `Group.find` calls instead, to notify the other ranks."""
     remote: bool = False
-    """Rows are in another process."""
+    """Whether rows are in another process."""
     capturable: bool = False
-    """Calls can be captured in a CUDA graph, after one step that was not."""
+    """Whether calls can be captured in a CUDA graph, after one step that was not captured."""
     trains: bool = True
-    """False: `update` is refused."""
+    """False: `update` raises."""
     local_state: bool = False
-    """The rows of this process are all there are, so that a module's ``state_dict`` holds them."""
+    """Whether all rows are in this process, so that a module's ``state_dict`` contains them."""
     checks_bags: bool = False
-    """`pooled` refuses offsets that do not rise from 0 to the number of ids, so that callers need not look at them."""
+    """Whether `pooled` rejects offsets that do not rise from 0 to the number of ids, so that callers need not check."""
     counts_bags: bool = False
-    """In place of counts that only the device knows `find` takes the offsets of the bags, as they are."""
+    """Whether `find` accepts the offsets of the bags instead of counts that only the device knows."""
     takes_bags: bool = False
-    """`find` takes the offsets of bags in place of counts wherever they will be pooled without weights, and is faster
-    for it: bags are then pooled where the rows are."""
+    """Whether `find` accepts the offsets of bags instead of counts if bags will be pooled without weights. That is
+    faster: bags are then pooled where the rows are."""
     prefetches: bool = False
-    """There is ``prefetch(ids, counts, features)``, with the arguments of a `find`: it has rows brought nearer, in the
-    background, for a read of the same tensors that will come."""
+    """Whether the group has ``prefetch(ids, counts, features)``, with the arguments of `find`: it moves rows closer in
+    the background, for a later read of the same tensors."""
     pools: frozenset[int] = SUMS
-    """Combiners that `pooled` knows; the others are made of `rows`."""
+    """The combiners that `pooled` supports; callers compute the others from `rows`."""
     shares: Hashable = None
-    """Groups where this is equal and not None can share the exchanges of their calls. They have ``find_steps``,
-    ``rows_steps``, ``pooled_steps`` and ``update_steps``, the calls below as generators, and ``together(generators)``,
-    which runs them in step and returns their results."""
+    """Groups for which this is equal and not None can share the exchanges of their calls. They have ``find_steps``,
+    ``rows_steps``, ``pooled_steps`` and ``update_steps``, the calls of `Group` as generators, and
+    ``together(generators)``, which runs them in lockstep and returns their results."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """Which table each feature of a batch reads, and where its pooled rows go. Made once, used for every batch.
+    """The table of each feature of a batch, and the columns of its pooled rows. Made once, used for every batch.
 
-    ``tables``, ``combiners`` and ``columns`` have an element per feature; the latter two may be empty where only `rows`
+    ``tables``, ``combiners`` and ``columns`` have one element per feature; the latter two can be empty if only `rows`
     are read. Feature ``f`` of bag ``b`` goes to ``out[b, columns[f] : columns[f] + dim]`` of ``out`` ``[B, width]``;
-    with firstn it has ``lengths[f] * dim`` columns, those of the first row first.
+    with firstn it has ``lengths[f] * dim`` columns, starting with those of the first row.
     """
 
     tables: tuple[int, ...] = (0,)
@@ -73,29 +73,30 @@ class Features:
     columns: tuple[int, ...] = ()
     width: int = 0
     padding: int | None = None
-    """An id that stands for none: it has no row and no gradient, and a mean does not count it."""
+    """The padding id: it has no row and no gradient, and a mean does not count it."""
     lengths: tuple[int, ...] = ()
-    """Rows that firstn puts side by side, 1 of other features; empty where no feature is firstn."""
+    """The number of rows that firstn concatenates, 1 for other features; empty if no feature is firstn."""
 
     def length(self, feature: int) -> int:
         return self.lengths[feature] if self.lengths else 1
 
 
 class Found(NamedTuple):
-    """Where the rows of a batch are. Tensors only, so that autograd can keep it, and not used up by an update."""
+    """The locations of a batch's rows. All fields are tensors, so that autograd can keep it. Updates do not invalidate
+    it."""
 
     ids: Tensor
-    """int64 ``[N]``, the ids of feature 0 first."""
+    """int64 ``[N]``, feature after feature."""
     counts: Tensor
-    """int64 ``[F]``: ids of each feature; on the host where the caller knows them, else on the device. Or the offsets
-    ``[F * B + 1]`` of the bags, for a group that ``counts_bags``."""
+    """int64 ``[F]``: the number of ids of each feature, on the host if the caller knows it, else on the device. For a
+    group with ``counts_bags`` also the offsets ``[F * B + 1]`` of the bags."""
     where: Tensor
-    """Known to the group alone: row numbers, routes. Validated when it is used, since rows may have moved since."""
+    """Private to the group: row numbers, routes. Validated when used, because rows can have moved in the meantime."""
     came: Tensor
-    """Known to the group alone: what other ranks asked of this one; else empty."""
+    """Private to the group: the requests from other ranks to this one; otherwise empty."""
 
     def sizes(self, features: Features) -> list[int]:
-        """Ids of each feature. Waits for the device where only it knows."""
+        """The number of ids of each feature. Waits for the device if the counts are there."""
         counts, n = self.counts, len(features.tables)
         if counts.shape[0] == 1:  # one feature, or offsets without bags
             return counts.tolist() if n == 1 else [0] * n
@@ -106,7 +107,7 @@ class Found(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A gradient of what was found: of rows, ``[N, dim]``, or with ``offsets`` of pooled rows, ``[B, width]``."""
+    """A gradient for the rows found: of rows, ``[N, dim]``, or with ``offsets`` of pooled rows, ``[B, width]``."""
 
     found: Found
     features: Features
@@ -114,25 +115,26 @@ class Part(NamedTuple):
     offsets: Tensor | None = None
     """int64 ``[F * B + 1]``: bag ``b`` of feature ``f`` is ``ids[offsets[f * B + b] : offsets[f * B + b + 1]]``."""
     weights: Tensor | None = None
-    """float32 ``[N]``: factors of the rows in their bags."""
+    """float32 ``[N]``: the factor of each row in its bag."""
     marks: Tensor | None = None
-    """Those that `Group.pooled` wrote; needed where a feature is max."""
+    """The marks that `Group.pooled` wrote; needed if a feature is max."""
 
 
 class Step(NamedTuple):
-    """When an update happens. Tensors of one element, on the group's device, are read when a captured graph runs."""
+    """The step and time of an update. A captured graph reads tensors with one element on the group's device each time
+    it runs."""
 
     number: int | Tensor = 0
-    """Of the optimizer step, from which learning rate schedules follow."""
+    """The global step, which learning rate schedules depend on."""
     time_s: int | Tensor | None = None
-    """Seconds that rows are stamped with; None: now, where the table goes by the clock."""
+    """The time in seconds that rows are stamped with; None: the current time, for a table that uses the clock."""
     lr_scale: Sequence[float] | Tensor | None = None
-    """A factor of the learning rates of each table; None: 1."""
+    """A factor for the learning rates of each table; None: 1."""
 
 
 @runtime_checkable
 class Group(Protocol):
-    """Tables of one ``dim`` that are found, read and updated in one call. Safe to use from several threads."""
+    """Tables with the same ``dim`` that are searched, read and updated in one call. Thread-safe."""
 
     tables: tuple[Any, ...]
     dim: int
@@ -143,8 +145,11 @@ class Group(Protocol):
         ...
 
     def rows(self, found: Found, features: Features, *, missing: Missing) -> Tensor:
-        """float32 ``[N, dim]`` as the rows are now; an id without one gives zeros or, with "initial", its first row
-        (zeros while an admission filter is active). Padding gives zeros."""
+        """The current rows, float32 ``[N, dim]``.
+
+        An id without a row gives zeros or, with ``missing="initial"``, its initial row (zeros while an admission filter
+        is active). Padding gives zeros.
+        """
         ...
 
     def pooled(
@@ -160,28 +165,29 @@ class Group(Protocol):
     ) -> None:
         """Writes the pooled rows of bags to the features' columns of float32 ``out`` ``[B, width]``.
 
-        An empty bag is zeros. A weight multiplies its row; mean and sqrtn divide by the number of ids, or its root.
-        ``marks``, uint8 of `marks_shape`, gets what `update` has to know of features that are max: bit ``c % 8`` of
-        byte ``c // 8`` of an id is set where its row has the largest number of its bag in column ``c``.
+        An empty bag gives zeros. A weight multiplies its row; mean divides by the number of ids, sqrtn by its square
+        root. ``marks``, uint8 of `marks_shape`, receives the data that `update` needs for features with max: bit
+        ``c % 8`` of byte ``c // 8`` of an id is set if its row has the maximum of its bag in column ``c``.
         """
         ...
 
     def update(self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
-        """One optimizer step on every distinct id of all parts, with the sum of its gradients; creates what is new.
+        """Makes one optimizer step on every distinct id of all parts, with the sum of its gradients; creates new rows.
 
-        ``each="occurrence"``: a step for every occurrence, in order. Filters, frequencies and times count here alone.
+        ``each="occurrence"`` makes a step for every occurrence instead, in order. Filters, frequencies and times are
+        only updated here.
         """
         ...
 
 
 def marks_shape(n: int, dim: int) -> tuple[int, int]:
-    """Of the marks of ``n`` ids."""
+    """The shape of the marks for ``n`` ids."""
     return n, (dim + 7) // 8
 
 
 READS: list[Callable[[Group, Tensor, list[int], Features, int], None]] = []
-"""Called by modules before each read, with the group, the ids, how many each feature has, the features and the bags of
-each (0: rows are not pooled). `shoal.sharded.loads_of` counts by it."""
+"""Functions that modules call before each read, with the group, the ids, their number per feature, the features and the
+number of bags of each (0: rows are not pooled). `shoal.sharded.loads_of` counts ids with one."""
 
 _made: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
 
@@ -190,7 +196,7 @@ def groups_of(tables: Sequence[Any]) -> list[tuple[Group, list[int]]]:
     """The groups that serve ``tables``, each with the positions of its tables; the same group for the same tables.
 
     Tables whose ``group_key()`` is equal form a group, which ``make_group(tables)`` of their class builds. A table
-    without that method, such as a user's own, is a group by itself, through `shoal.table.adapter.AdapterGroup`.
+    without that method, such as one of the user, is a group by itself, through `shoal.table.adapter.AdapterGroup`.
     """
     places: dict[Hashable, list[int]] = {}
     for place, table in enumerate(tables):
@@ -202,7 +208,7 @@ def groups_of(tables: Sequence[Any]) -> list[tuple[Group, list[int]]]:
 def group_of(tables: Sequence[Any]) -> Group:
     """The group of tables with equal keys."""
     key = tuple(map(id, tables))
-    group = _made.get(key)  # a group keeps its tables, so that none of these numbers is another table's by now
+    group = _made.get(key)  # a group keeps its tables alive, so these ids cannot belong to other tables
     if group is None:
         if hasattr(tables[0], "make_group"):
             group = type(tables[0]).make_group(tuple(tables))

@@ -1,4 +1,4 @@
-"""`RawTables`: tables in the order of their names, read and written all at once by ragged ids, flat or fused."""
+"""`RawTables`: tables sorted by name, all read or written in one call with ragged, flat or fused arguments."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from shoal.table.table import HashTable, check_values
 
 
 class RawTables(FusedCalls):
-    """Ids come as a `Ragged` (or ``(values, row_splits)``) with one row per table, values as one flat float32 vector,
-    table after table. `MultiHashTable` adds what goes by name."""
+    """Reads and writes of all tables at once. `MultiHashTable` adds the calls by name.
+
+    Ids are a `Ragged` (or ``(values, row_splits)``) with one row per table, values one flat float32 vector, table after
+    table.
+    """
 
     def __init__(self, name: str, tables: dict[str, HashTable]) -> None:
         self.name = name
@@ -33,7 +36,7 @@ class RawTables(FusedCalls):
         return [table.dim_size for table in self._tables.values()]
 
     def get_ragged_id(self, slot_to_id: Mapping[str, Tensor]) -> Ragged:
-        """The ids of all T tables, one row per table in name order; names that do not exist are left out."""
+        """The ids of all T tables, one row per table, sorted by name; names that do not exist are left out."""
         ids = [as_ids(slot_to_id.get(name, ()), name, device=self.device).view(-1) for name in self._tables]
         return self._join_ids(ids)
 
@@ -47,7 +50,7 @@ class RawTables(FusedCalls):
         return self._join(parts, torch.float32)
 
     def get_embeddings(self, ragged_id: Ragged | tuple[Tensor, Tensor], flat: Tensor) -> dict[str, Tensor]:
-        """``{name: [n, dim]}`` of all tables from what `raw_lookup` gave for one request."""
+        """``{name: [n, dim]}`` for all tables, from the result of `raw_lookup` for one request."""
         floats, flat = self._flat(self._ragged(ragged_id), flat)
         parts = torch.split(flat, floats)
         return {
@@ -55,19 +58,21 @@ class RawTables(FusedCalls):
         }
 
     def raw_lookup(self, ragged_id: Ragged | tuple[Tensor, Tensor]) -> Tensor:
-        """Flat float32, table after table; several requests may be glued together (``T * R`` rows)."""
+        """The embeddings as flat float32, table after table; R requests can be concatenated (``T * R`` rows)."""
         ids = self._ragged(ragged_id)
         requests, rest = divmod(ids.nrows(), len(self._tables)) if self._tables else (0, ids.nrows())
         if rest or (self._tables and requests == 0):
-            rows = f"a multiple of {len(self._tables)} rows of ids"
-            raise ConfigError(f"table {self.name!r}: raw_lookup must get {rows}, got {ids.nrows()}")
+            raise ConfigError(
+                f"table {self.name!r}: raw_lookup needs a multiple of {len(self._tables)} rows of ids, "
+                f"got {ids.nrows()}"
+            )
         sizes = ids.row_lengths().contiguous()
         dims = torch.tensor(self.get_table_dim_sizes(), dtype=torch.int64, device="cpu").repeat(requests)
         values = as_ids(ids.values, self.name, device=self.device).view(-1)
         return lookup_blocks(list(self._tables.values()), values, sizes, requests, int((sizes * dims).sum()))
 
     def raw_assign(self, ragged_id: Ragged | tuple[Tensor, Tensor], flat: Tensor, req_time: Any = None) -> Self:
-        """`assign` of all tables."""
+        """`assign` on all tables."""
         ids = self._ragged(ragged_id)
         values = self.get_embeddings(ids, flat)
         parts = torch.split(as_ids(ids.values, self.name, device=self.device).view(-1), ids.row_lengths().tolist())
@@ -81,7 +86,7 @@ class RawTables(FusedCalls):
     def raw_apply_gradients(
         self, ragged_id: Ragged | tuple[Tensor, Tensor], flat: Tensor, global_step: Any = 0, req_time: Any = None
     ) -> Self:
-        """`apply_gradients` of all tables."""
+        """`apply_gradients` on all tables."""
         ids = self._ragged(ragged_id)
         _, flat = self._flat(ids, flat)
         step, seconds = as_int(global_step, self.name, "global_step"), as_time(req_time, self.name)
@@ -103,7 +108,7 @@ class RawTables(FusedCalls):
         return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self.device)
 
     def _join_ids(self, parts: list[Tensor]) -> Ragged:
-        """One row of ids per table; the lengths are for the host, wherever the ids are."""
+        """One row of ids per table; the lengths are always on the host."""
         lengths = torch.tensor([part.numel() for part in parts], dtype=torch.int64, device="cpu")
         return Ragged.from_row_lengths(self._join(parts, torch.int64), lengths)
 
@@ -113,11 +118,11 @@ class RawTables(FusedCalls):
         values, row_splits = ragged_id
         if not isinstance(row_splits, Tensor):
             row_splits = torch.as_tensor(row_splits, device="cpu")
-        row_splits = row_splits.cpu()  # the lengths are for the host
+        row_splits = row_splits.cpu()  # the lengths are needed on the host
         return Ragged(as_ids(values, self.name, device=self.device).view(-1), row_splits)
 
     def _flat(self, ids: Ragged, flat: Tensor) -> tuple[list[int], Tensor]:
-        """The floats of each table for one request, and all of them as a checked vector."""
+        """The number of floats of each table for one request, and all values as a checked vector."""
         sizes = ids.row_lengths().tolist()
         if len(sizes) != len(self._tables):
             raise ConfigError(
@@ -130,4 +135,4 @@ class RawTables(FusedCalls):
         for name in names:
             if name not in self._tables:
                 known = ", ".join(self._tables) or "none"
-                raise KeyError(f"table {self.name!r}: there is no table {name!r}; there are {known}")
+                raise KeyError(f"table {self.name!r}: there is no table {name!r}; tables are {known}")

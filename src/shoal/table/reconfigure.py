@@ -1,4 +1,4 @@
-"""Other settings for a table that has rows: everything that leaves the rows as they are."""
+"""Changes of a table's settings that leave its rows unchanged."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from shoal.table.table import HashTable
 
 
 def row_difference(old: EmbeddingHashTableConfig, new: EmbeddingHashTableConfig) -> str:
-    """What is different about the rows of two configurations, in words; empty where the rows look the same.
+    """Describes how the rows of two configurations differ; empty if their layout is the same.
 
-    Rates, expiry, initializers and the numbers of an optimizer do not count: rows that exist are valid under them.
+    Rates, expiry, initializers and an optimizer's parameters do not matter: existing rows stay valid under them.
     """
     kinds = [EntryConfig.EntryType.Name(config.entry_config.entry_type) for config in (old, new)]
     if kinds[0] != kinds[1]:
@@ -34,12 +34,12 @@ def row_difference(old: EmbeddingHashTableConfig, new: EmbeddingHashTableConfig)
 
 
 def reconfigure(table: HashTable, like: HashTable) -> None:
-    """Gives ``table`` the settings of ``like``, an empty table whose rows look the same; its rows and seed stay.
+    """Gives ``table`` the settings of ``like``, an empty table with the same row layout; its rows and seed stay.
 
-    No other thread writes to the table meanwhile; reads may continue.
+    No other thread may write to the table meanwhile; reads can continue.
     """
     if table.on_gpu or like.on_gpu:
-        raise UnsupportedError(f"table {table.name!r}: settings of a table on a GPU cannot be changed")
+        raise UnsupportedError(f"table {table.name!r}: the settings of a table on a GPU cannot be changed")
     difference = row_difference(table.table_config, like.table_config)
     if difference:
         raise ConfigError(f"table {table.name!r}: {difference}")

@@ -36,7 +36,7 @@ def test_hash_table(
     saver_parallel: int = -1,
     extra_restore_names: Iterable[str] | None = None,
 ) -> HashTable:
-    """A small table for tests: one segment, zeros, SGD (or Adagrad), fp32. Without a suffix it gets one of its own."""
+    """A small table for tests: one segment, zeros, SGD (or Adagrad), fp32. The default suffix is unique."""
     config = EmbeddingHashTableConfig(
         entry_config=EntryConfig(
             segments=[
@@ -65,11 +65,11 @@ def test_hash_table(
     )
 
 
-test_hash_table.__test__ = False  # type: ignore[attr-defined]  # not a test, whatever pytest thinks of its name
+test_hash_table.__test__ = False  # type: ignore[attr-defined]  # not a test, despite its name
 
 
 def vocab_hash_table(
     vocab_size: int, dim_size: int, enable_hash_filter: bool = False, learning_rate: LearningRate = 1.0
 ) -> HashTable:
-    """`test_hash_table` under the name of tables of fixed size; ``vocab_size`` is ignored."""
+    """`test_hash_table` under another name, for compatibility; ``vocab_size`` is ignored."""
     return test_hash_table(dim_size, enable_hash_filter, learning_rate=learning_rate)

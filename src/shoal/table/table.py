@@ -1,4 +1,4 @@
-"""`HashTable`: one row of weights and optimizer state per distinct id, for as many ids as come."""
+"""`HashTable`: a row of weights and optimizer state for every distinct id."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from shoal.table.config.options import config_of_options
 from shoal.table.local import LocalGroup
 from shoal.table.protocol import Group
 
-# Methods that take addresses are called on the class: torch.compile, which leaves them to the interpreter, loses the
-# object of a bound one.
+# Methods that take addresses are called on the class: torch.compile leaves them to the interpreter and loses the object
+# of a bound method.
 _Native = _core.Table
 _anonymous = itertools.count()
 
@@ -42,39 +42,39 @@ class HashTable(TableBase):
     tensor([[3., 4.],
             [0., 0.]])
 
-    Every id has a row of its own; rows come into being on a write and the table grows without a pause. All methods may
-    be called from several threads at once, hold no interpreter lock during native work, and read or write each row as
-    a whole. Writes return ``self``. A call that is refused has changed nothing.
+    Every id has its own row, created by the first write; the table grows without a pause. All methods are thread-safe,
+    release the GIL during native work, and read or write each row atomically. Writes return ``self``. A call that fails
+    changes nothing.
 
-    A write stamps its rows with ``req_time``, the seconds at which it happened, from which expiry counts. Without one
-    it takes the current time, and a row whose stamp is later keeps that; a time that is given is kept as it is. A time
-    more than a day ahead of the clock is refused. (Tables made from a configuration, with `from_config` or
-    `hash_table_from_config`, have 0 where no time is given, and believe every time.)
+    A write stamps its rows with ``req_time``, in seconds; expiry counts from that stamp. Without ``req_time``, the
+    stamp is the current time, unless the row's stamp is later. A time more than a day ahead of the clock is rejected.
+    (Tables made from a configuration, with `from_config` or `hash_table_from_config`, use 0 if no time is given, and
+    accept every time.)
 
     Args:
         dim: width of an embedding.
-        optimizer: runs on a row when it gets a gradient: ``shoal.Adagrad(lr=0.05)``, a name such as ``"adam"``, or a
+        optimizer: updates a row that receives a gradient: ``shoal.Adagrad(lr=0.05)``, a name such as ``"adam"``, or a
             configuration of `shoal.table`.
-        initializer: of a new row: ``"uniform"`` (within 0.05 of zero), ``"zeros"``, or a configuration of
-            `shoal.table`. The numbers follow from ``seed`` and the id alone, so they do not depend on threads or order.
-        expire_after: rows not written for so long are removed by `evict` and left out of checkpoints: a
-            ``timedelta`` or text such as ``"30d"`` or ``"12h"``; whole hours, None for never.
-        max_rows: rows that the table may have. At the limit ``evict`` chooses which leave. None: unlimited.
-        max_bytes: bytes that index and rows may take: a number, text such as ``"8GiB"``, or a `MemoryBudget` that
+        initializer: the weights of a new row: ``"uniform"`` (within 0.05 of zero), ``"zeros"``, or a configuration of
+            `shoal.table`. The numbers depend only on ``seed`` and the id, not on threads or order.
+        expire_after: rows not written for this long are removed by `evict` and left out of checkpoints: a
+            ``timedelta`` or text such as ``"30d"`` or ``"12h"``, in whole hours; None: never.
+        max_rows: the most rows the table can have. At the limit, ``evict`` chooses which rows leave. None: unlimited.
+        max_bytes: the most bytes of index and rows: a number, text such as ``"8GiB"``, or a `MemoryBudget` that
             several tables share. Lower it when the machine swaps; raise it when ``eviction_stats().age_mean_s`` is
             shorter than the time between two visits of the same id.
         evict: which rows leave a full table: `Lru` (the default), `Slru`, `Lfu`, `EpochLru`, `EpochLfu`, `Score`, or a
-            policy of one's own (`EvictionPolicy`). See docs/budgets.md.
+            custom `EvictionPolicy`. See docs/budgets.md.
         lr: overrides the optimizer's learning rate.
-        hash_filter: decides whether an id that is not in the table may have a row (`create_hash_filter`).
-        on_bad_gradient: what a NaN or infinite gradient does: ``"raise"`` before anything has changed, ``"skip"`` that
+        hash_filter: decides whether a new id gets a row (`create_hash_filter`).
+        on_bad_gradient: on a NaN or infinite gradient: ``"raise"`` before anything has changed, ``"skip"`` that
             row and count it in ``skipped_gradients``, or ``"ignore"`` (no check).
-        seed: of the initializers and of stochastic rounding; by default that of ``torch.manual_seed``.
-        name: for messages, checkpoints and metrics.
+        seed: for initializers and stochastic rounding; by default that of ``torch.manual_seed``.
+        name: used in messages, checkpoints and metrics.
         device: ``"cuda"`` keeps index and rows in GPU memory; ids, values and results are then tensors of that device.
             See docs/gpu.md.
-        deterministic: on CUDA, sums of equal ids' gradients are the same to the last bit in every run. CPU tables
-            always are.
+        deterministic: on CUDA, makes the sums of equal ids' gradients bitwise equal in every run. CPU tables are
+            always deterministic.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class HashTable(TableBase):
                 except ModuleNotFoundError as error:
                     if error.name != "triton":
                         raise
-                    raise UnsupportedError(f"device={device!r} needs triton, which torch's CUDA wheels bring") from None
+                    raise UnsupportedError(f"device={device!r} needs triton; torch's CUDA wheels include it") from None
                 cls = CudaHashTable
             return object.__new__(cls)
 
@@ -143,12 +143,12 @@ class HashTable(TableBase):
         evict: EvictionPolicy | None = None,
         budget: MemoryBudget | None = None,
     ) -> HashTable:
-        """A table from a full configuration: several segments, serving entries, quantised lookups.
+        """A table from a full configuration: several segments, serving entries, quantized lookups.
 
-        ``clocked``: as the tables of ``HashTable(dim)`` are: a write without a time takes the current one, and one far
-        ahead is refused. ``first_column``: rows are slices of wider ones, which begin at this column there; initial
-        rows are then slices, too. A budget is part of the configuration (``eviction``); ``evict`` is a policy of one's
-        own, ``budget`` what several tables share.
+        With ``clocked``, as with ``HashTable(dim)``, a write without a time uses the current time, and a time more than
+        a day ahead is rejected. If rows are slices of wider rows, ``first_column`` is the column of the wider row where
+        they start; initial values depend on it. Limits are part of the configuration (``eviction``); ``evict`` is a
+        custom policy, ``budget`` a budget that several tables share.
         """
         table = cls.__new__(cls, device=device)  # pyrefly: ignore[unexpected-keyword]
         table._build(
@@ -192,9 +192,9 @@ class HashTable(TableBase):
     ) -> Tensor:
         """The embeddings of ``ids`` (any shape, flattened): float32 ``[n, dim]``.
 
-        An unknown id gives zeros and leaves the table as it was. With ``insert_missing`` it gets a row from its
-        initializer instead (unless the filter keeps it out), stamped ``req_time``. The two flags only steer speed, and
-        batches are spread over `shoal.num_threads` threads whatever they say.
+        An unknown id gives zeros and gets no row. With ``insert_missing``, it gets a row from its initializer instead
+        (unless the filter rejects it), stamped ``req_time``. ``use_multi_threads`` and ``enable_dedup`` have no effect:
+        batches are always spread over `shoal.num_threads` threads.
         """
         ids = as_ids(ids, self.name)
         n = ids.numel()
@@ -210,7 +210,7 @@ class HashTable(TableBase):
         return out
 
     def initial_rows(self, ids: Tensor) -> Tensor:
-        """The embeddings that ``ids`` start from: float32 ``[n, dim]``, a function of seed and id. Changes nothing."""
+        """The initial embeddings of ``ids``: float32 ``[n, dim]``, a function of seed and id. Changes nothing."""
         ids = as_ids(ids, self.name, device=self.device).cpu()
         out = empty_rows(ids.numel(), self.dim_size)
         fresh = _core.Table(self.staging()._native.layout, self.seed)
@@ -218,7 +218,7 @@ class HashTable(TableBase):
         return out.to(self.device)
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The embeddings of ``ids``, zeros where there is none, and bool ``[n]``: which ids have a row. On the CPU."""
+        """The embeddings of ``ids`` (zeros if missing) and bool ``[n]``: which ids have a row. On the CPU."""
         ids = as_ids(ids, self.name)
         n = ids.numel()
         out, found = empty_rows(n, self.dim_size), torch.empty(n, dtype=torch.bool, device="cpu")
@@ -238,14 +238,14 @@ class HashTable(TableBase):
         return _core.lookup_entry(self._native, as_ids(ids, self.name).tolist())
 
     def size(self) -> int:
-        """How many ids have a row."""
+        """The number of rows."""
         return self._native.size()
 
     def __len__(self) -> int:
         return self.size()
 
     def memory_bytes(self) -> int:
-        """Bytes of index and rows; never more than ``max_bytes``, also while the table grows."""
+        """Bytes of index and rows; never more than ``max_bytes``, even while the table grows."""
         return self._native.bytes()
 
     @property
@@ -258,9 +258,9 @@ class HashTable(TableBase):
     def assign(
         self, ids: Tensor, values: Tensor, req_time: Any = None, *, scores: Any = None, distinct: bool = False
     ) -> HashTable:
-        """Sets the weights of ``ids``, the last of equal ids winning; optimizer state stays, or starts fresh.
+        """Sets the weights of ``ids`` (of equal ids, the last one counts); keeps optimizer state (fresh for a new row).
 
-        ``scores``: for ``evict=Score()``, one number per id, or one for all. ``distinct`` promises that no id comes
+        ``scores``: for ``evict=Score()``, one number per id, or one for all. ``distinct`` promises that no id occurs
         twice, which saves a sort on a GPU.
         """
         return self._write(_Native.assign, ids, values, req_time, scores)
@@ -296,8 +296,8 @@ class HashTable(TableBase):
     ) -> HashTable:
         """One optimizer step per occurrence of an id, in input order.
 
-        With ``enable_dedup`` the gradients of equal ids are summed first and each distinct id makes one step. Learning
-        rates are those of ``global_step``. New ids that pass the filter are created from their initializer.
+        With ``enable_dedup``, the gradients of equal ids are summed first and each distinct id makes one step. Learning
+        rates are those at ``global_step``. New ids that pass the filter get a row from their initializer.
         """
         self.check_trains("apply_gradients")
         ids, grads, seconds = self._write_arguments(ids, grads, req_time, "grads")
@@ -340,7 +340,7 @@ class HashTable(TableBase):
         self._count_skipped(skipped)
 
     def reinitialize(self, ids: Tensor) -> tuple[HashTable, Tensor]:
-        """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
+        """Resets weights and optimizer state; returns int32 ``[n]``, 1 if an id existed and 0 if it was inserted."""
         ids = as_ids(ids, self.name)
         existed = torch.empty(ids.numel(), dtype=torch.int32, device="cpu")
         about_to_change(self)
@@ -348,25 +348,25 @@ class HashTable(TableBase):
         return self, existed
 
     def erase(self, ids: Tensor) -> int:
-        """Removes ids; returns how many there were."""
+        """Removes ids; returns how many of them had a row."""
         ids = as_ids(ids, self.name)
         about_to_change(self)
         return _Native.erase(self._native, ids.data_ptr(), ids.numel())
 
     def evict(self, max_update_time: Any = None) -> int:
-        """Removes rows whose expiry has passed at ``max_update_time`` (by default the table's own); their number."""
+        """Removes rows that have expired at ``max_update_time`` (default: the table's); returns their number."""
         now = self.max_update_time if max_update_time is None else as_int(max_update_time, self.name, "max_update_time")
         about_to_change(self)
         return self._native.evict(self._expiry, now)
 
     def clear(self) -> HashTable:
-        """Removes all rows and gives their memory back."""
+        """Removes all rows and frees their memory."""
         about_to_change(self)
         self._native.clear()
         return self
 
     def as_op(self, name: str | None = None) -> HashTable:
-        """Waits until everything asked of this table has been applied, which is at once."""
+        """Waits until all calls on this table have been applied; a CPU table never waits."""
         return self
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -380,16 +380,16 @@ class HashTable(TableBase):
         return self
 
     def restore(self, basename: str, *, strict: bool = True) -> HashTable:
-        """Replaces all rows with those of a checkpoint; if any of its files is bad the table stays as it was."""
+        """Replaces all rows with those of a checkpoint; if any of its files is damaged, the table is unchanged."""
         from shoal.table.checkpoint import restore_table
 
         restore_table(self, basename, strict=strict)
         return self
 
     def save_as_tensor(self, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, list[bytes]]:
-        """At most ``limit`` serialized entries of one of ``num_shards`` parts from ``offset`` (0 at first) on.
+        """At most ``limit`` serialized entries of part ``shard_idx`` of ``num_shards``, from ``offset`` (first 0) on.
 
-        Returns the offset to continue from and the entries; fewer than ``limit`` means that the part is finished.
+        Returns the next offset and the entries; fewer than ``limit`` means that the part is finished.
         """
         from shoal.table.checkpoint import save_as_tensor
 
@@ -397,7 +397,7 @@ class HashTable(TableBase):
         return save_as_tensor(self, shard_idx, num_shards, limit, offset)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HashTable:
-        """A table of its own with the same rows; a filter is shared, a sync client stays with the first."""
+        """An independent table with the same rows; it shares the filter, and has no sync client."""
         from shoal.table.checkpoint.tensors import copy_table
 
         memo[id(self)] = other = copy_table(self)
@@ -420,13 +420,13 @@ class HashTable(TableBase):
 
 
 def check_values(table: HashTable, values: Tensor) -> None:
-    """Raises what ``assign`` of a table would raise for these values, before others are written."""
+    """Raises the error that ``table.assign`` would raise for these values, before anything is written."""
     if table.finite_values and not bool(torch.isfinite(values).all()):
         raise ConfigError(f"table {table.name!r}: a value holds NaN or infinity; nothing was written")
 
 
 def _is_cuda(device: Any) -> bool:
-    """Whether rows are to live on a GPU. A device that is neither is refused by the table itself."""
+    """Whether rows belong on a GPU. Any other device is rejected by the GPU table itself."""
     return device is not None and str(device).split(":")[0] != "cpu"
 
 

@@ -1,1 +1,1 @@
-"""Budgets: how much a table may hold, and which rows leave when it is full."""
+"""Budgets: how much a table can hold, and which rows it evicts when it is full."""

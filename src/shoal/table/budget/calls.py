@@ -16,31 +16,31 @@ from shoal.table.budget.policies import Evict
 from shoal.table.config.messages import EvictionConfig
 
 EPOCHS = (EvictionConfig.EPOCH_LRU, EvictionConfig.EPOCH_LFU)
-"""Policies that have epochs."""
+"""Policies with epochs."""
 
 
 class BudgetCalls:
-    """What `HashTable` has for its budget. Tables without one refuse these calls."""
+    """The methods of `HashTable` that need a budget; tables without one raise ConfigError."""
 
     name: str
     table_config: Any
     _native: Any
     own_policy: Any = None
-    """A policy of the user's, which gives rows their numbers."""
+    """The user's `EvictionPolicy`, which scores rows; None: one of the library's."""
 
     @property
     def has_budget(self) -> bool:
-        """Whether rows leave when the table is full."""
+        """Whether the table has a limit, and evicts rows when it is full."""
         return self.table_config.HasField("eviction")
 
     @property
     def max_rows(self) -> int | None:
-        """Rows that the table may have; None: unlimited."""
+        """The maximum number of rows; None: unlimited."""
         return self.table_config.eviction.max_rows or None
 
     @property
     def max_bytes(self) -> int | None:
-        """Bytes that index and rows may take; None: unlimited."""
+        """The maximum number of bytes of index and rows; None: unlimited."""
         return self.table_config.eviction.max_bytes or None
 
     def _check_budget(self, call: str) -> None:
@@ -48,7 +48,10 @@ class BudgetCalls:
             raise ConfigError(f"table {self.name!r}: {call} needs a table with max_rows or max_bytes")
 
     def pin(self, ids: Tensor) -> None:
-        """Keeps the rows of these ids, now or once they have one, until `unpin`. Expiry and `erase` remove them."""
+        """Protects the rows of these ids, also rows created later, from eviction until `unpin`.
+
+        Expiry and `erase` still remove them.
+        """
         self._check_budget("pin")
         ids = as_ids(ids, self.name)
         _core.pin(self._native, ids.data_ptr(), ids.numel())
@@ -65,9 +68,9 @@ class BudgetCalls:
         return torch.tensor(sorted(_core.pinned(self._native)), dtype=torch.int64, device="cpu")
 
     def collect_evicted(self, limit: int = 1 << 20) -> Collected:
-        """Keeps what leaves the table inside a ``with``: ids, weights, states.
+        """Collects the rows evicted inside a ``with``: ids, weights, states.
 
-        At most ``limit`` rows are kept until they are taken; further ones are counted.
+        At most ``limit`` rows are kept until `take`; further ones are only counted.
 
         >>> import shoal, torch
         >>> table = shoal.HashTable(dim=2, max_rows=1, initializer="zeros")
@@ -80,28 +83,31 @@ class BudgetCalls:
         self._check_budget("collect_evicted")
         if limit < 0:
             raise ConfigError(f"table {self.name!r}: limit must be >= 0, got {limit}")
+        return self._collector(limit)
+
+    def _collector(self, limit: int) -> Any:
         return Collected(self, limit)
 
     def eviction_stats(self) -> EvictionStats:
-        """How many rows left, how old they were, how many ids were refused, and how many writes found their row."""
+        """Counts of evicted rows and their ages, of refused ids, and of writes that found their row."""
         self._check_budget("eviction_stats")
         return EvictionStats.of_counters(_core.eviction_counters(self._native))
 
     def miss_ratio_curve(self) -> MissRatioCurve:
-        """What `Lru` tables of other sizes would miss, estimated from the ids that were written so far."""
+        """The estimated miss ratios of `Lru` tables of other sizes, from the ids written so far."""
         self._check_budget("miss_ratio_curve")
         rows, misses, sampled = _core.miss_ratio_curve(self._native)
         return MissRatioCurve(rows, misses, sampled)
 
     def next_eviction_epoch(self) -> int:
-        """Starts an epoch of `EpochLru` or `EpochLfu`, and returns its number."""
+        """Starts the next epoch of `EpochLru` or `EpochLfu`, and returns its number."""
         self._check_epochs()
         return _core.next_eviction_epoch(self._native)
 
     def set_score(self, score: float | None) -> None:
-        """The score of rows that are written from now on without ``scores=``.
+        """Sets the score of rows that are written without ``scores=`` from now on.
 
-        None: rows keep the score that they have, and new ones get 0.
+        None: existing rows keep their scores, and new ones get 0.
         """
         self._check_scores()
         try:
@@ -110,10 +116,13 @@ class BudgetCalls:
             number = math.nan
         if math.isnan(number):
             raise ConfigError(f"table {self.name!r}: the score must be a number and not NaN, got {score!r}")
-        _core.set_eviction_score(self._native, number, score is not None)
+        self._set_score(number, score is not None)
+
+    def _set_score(self, score: float, given: bool) -> None:
+        _core.set_eviction_score(self._native, score, given)
 
     def budget_report(self) -> dict[str, Any]:
-        """What the manifest of a checkpoint says of the budget, as JSON: limits, counts and the miss-ratio curve."""
+        """The entry of the budget in a checkpoint's manifest, as JSON: limits, counts and the miss-ratio curve."""
         if not self.has_budget:
             return {}
         limits = {"max_rows": self.max_rows, "max_bytes": self.max_bytes}
@@ -121,7 +130,7 @@ class BudgetCalls:
         return {"budget": {**limits, **self.eviction_stats().to_json(), "curve": curve}}
 
     def _eviction_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON."""
+        """The state of the budget in a checkpoint, as JSON."""
         curve = self.miss_ratio_curve()
         return {
             "counters": list(_core.eviction_counters(self._native)),
@@ -145,7 +154,7 @@ class BudgetCalls:
             raise ConfigError(f"table {self.name!r}: scores need a budget with evict=Score()")
 
     def _scores(self, ids: Tensor, scores: Any, seconds: int) -> Tensor | None:
-        """The score of each id that is about to be written; None: as they are."""
+        """The score of each id that is about to be written; None: scores are not set."""
         if scores is None:
             return None if self.own_policy is None else self._own_scores(ids, seconds)
         self._check_scores()
@@ -175,7 +184,7 @@ class BudgetCalls:
         return scores.to(ids.device, torch.float32).reshape(-1).contiguous()
 
     def _scores_before(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers that the rows of ids have, 0 where there is none, and which ids have a row."""
+        """The current scores of ids, 0 for an id without a row, and which ids have a row."""
         keys = torch.empty(ids.numel(), dtype=torch.int64, device="cpu")
         _core.policy_keys(self._native, ids.data_ptr(), ids.numel(), keys.data_ptr())
         known = keys >= 0
@@ -183,12 +192,12 @@ class BudgetCalls:
 
 
 def code_scores(codes: Tensor) -> Tensor:
-    """Floats of integers that have their order (csrc/table/budget/policy.h)."""
+    """The scores that codes represent; codes are integers in the same order (csrc/table/budget/policy.h)."""
     negative = codes < 1 << 31
     bits = torch.where(negative, ~codes & 0xFFFFFFFF, codes & 0x7FFFFFFF)
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
 def own_policy(evict: Any) -> Any:
-    """The policy itself where it is the user's, which no configuration can hold."""
+    """``evict`` if it is the user's own policy, which a configuration cannot contain; else None."""
     return None if evict is None or isinstance(evict, str | Evict) else evict

@@ -1,4 +1,4 @@
-"""What is known of rows that left a full table: the rows themselves, where asked for, and counts."""
+"""Rows that were evicted from a full table, and statistics about them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from shoal import _core
 
 @dataclass(frozen=True)
 class EvictionStats:
-    """Counts since the table was made, or since those of the checkpoint that it was restored from."""
+    """Counts since the table was made; a restored table continues the counts of its checkpoint."""
 
     evicted: int = 0
     """Rows that left because the table was full (``table_evicted_rows_total``)."""
     refused: int = 0
-    """New ids that got no row: too good rows, too young ones or pinned ones (``table_refused_ids_total``)."""
+    """New ids that got no row, because no row could be evicted for them (``table_refused_ids_total``)."""
     created: int = 0
-    """Rows that writes made."""
+    """Rows that writes created."""
     hits: int = 0
-    """Writes to rows that were there."""
+    """Writes to existing rows."""
     age_mean_s: float = 0.0
-    """Mean time between the last write of an evicted row and its leaving."""
+    """Mean time between the last write of an evicted row and its eviction."""
     age_min_s: int = 0
     age_max_s: int = 0
 
     @property
     def hit_rate(self) -> float:
-        """The share of writes that found their row. One id per call counts once where gradients are summed."""
+        """The share of writes that found their row. If gradients are summed, an id counts once per call."""
         written = self.hits + self.created + self.refused
         return self.hits / written if written else 0.0
 
@@ -40,7 +40,7 @@ class EvictionStats:
 
     @classmethod
     def of_counters(cls, counters: tuple[int, ...]) -> EvictionStats:
-        """From created, hits, evicted, refused, the sum of ages, the youngest and the oldest (-1: none)."""
+        """From created, hits, evicted, refused, the sum of ages, the lowest and the highest age (-1: none)."""
         created, hits, evicted, refused, ages, youngest, oldest = counters
         mean = ages / evicted if evicted else 0.0
         return cls(evicted, refused, created, hits, mean, max(0, youngest), max(0, oldest))
@@ -48,33 +48,33 @@ class EvictionStats:
 
 @dataclass(frozen=True)
 class EvictedRows:
-    """Rows that have left, in the order of their leaving."""
+    """Evicted rows, in the order of their eviction."""
 
     ids: Tensor
     """int64 ``[n]``"""
     values: Tensor
     """float32 ``[n, dim]``: their weights"""
     states: Tensor
-    """float32 ``[n, words]``: what their optimizer kept, segment after segment; a step counter takes two words"""
+    """float32 ``[n, words]``: their optimizer state, segment after segment; a step counter takes two words"""
     times: Tensor
     """int64 ``[n]``: seconds of their last write"""
     lost: int = 0
-    """Further rows that left, beyond the limit."""
+    """The number of evicted rows beyond the limit, which were not kept."""
 
 
 @dataclass(frozen=True)
 class MissRatioCurve:
-    """What tables of other sizes would have missed, from a sample of the ids that were written."""
+    """Estimated miss ratios of tables of other sizes, from a sample of the ids that were written."""
 
     rows: list[int]
-    """Rows of a table that evicts by `Lru`, rising."""
+    """Sizes, in rows, of tables with `Lru`, in ascending order."""
     misses: list[float]
-    """For each of them: the share of writes that would not have found their row."""
+    """For each size, the share of writes that would not have found their row."""
     sampled: int
     """Writes in the sample; a few thousand are needed."""
 
     def at(self, rows: int) -> float:
-        """The share of misses of a table of so many rows; 1 where nothing is known."""
+        """The miss ratio of a table with that many rows; 1 without data."""
         if not self.rows:
             return 1.0
         place = int(np.searchsorted(self.rows, rows, side="right")) - 1
@@ -85,7 +85,7 @@ class MissRatioCurve:
 
 
 class Collected:
-    """Rows that leave a CPU table while it is open."""
+    """Collects the rows evicted from a CPU table while the context is open."""
 
     def __init__(self, table: Any, limit: int) -> None:
         self._table, self._native = table, _core.EvictedRows(limit)
@@ -101,7 +101,7 @@ class Collected:
         return len(self._native)
 
     def take(self) -> EvictedRows:
-        """Those that have left since the last call."""
+        """The rows evicted since the last call."""
         ids, times, rows, lost = self._native.take()
         layout = self._table._native.layout
         count = len(ids) // 8

@@ -1,4 +1,4 @@
-"""What a table may hold: its budget in the configuration, and as the native core has it."""
+"""A table's budget: its limits in the configuration, and their native form."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shoal.table.config.messages import EmbeddingHashTableConfig, EvictionConfig
 
 MAX_ROWS = (1 << 32) - 16
 LEAST_BYTES = 160 << 10
-"""What a table without rows takes on the CPU, and some rows."""
+"""Enough for an empty CPU table and a few rows."""
 
 
 class MemoryBudget:
     """Bytes that several tables on one device share: ``HashTable(..., max_bytes=budget)`` for each of them.
 
-    A table takes what it needs while there is any left, and from then on makes room among its own rows.
+    A table takes what it needs while memory is left, and evicts its own rows from then on.
     """
 
     def __init__(self, max_bytes: int | str) -> None:
@@ -26,14 +26,14 @@ class MemoryBudget:
         self._device: Any = None
 
     def use_on(self, device: Any, name: str) -> None:
-        """A table on a device shares it from now on.
+        """Registers a table on ``device``.
 
         Raises:
-            ConfigError: it is that of tables on another device.
+            ConfigError: tables on another device use this budget.
         """
         if self._device not in (None, device):
             raise ConfigError(
-                f"table {name!r}: a MemoryBudget must be that of tables on one device; this one is used on "
+                f"table {name!r}: all tables of a MemoryBudget must be on one device; this one is used on "
                 f"{self._device}, the table is on {device}"
             )
         self._device = device
@@ -43,7 +43,7 @@ class MemoryBudget:
         return self.native.limit()
 
     def memory_bytes(self) -> int:
-        """What the tables take now; never more than ``max_bytes``."""
+        """The bytes that the tables take now; never more than ``max_bytes``."""
         return self.native.used()
 
     def __repr__(self) -> str:
@@ -51,14 +51,16 @@ class MemoryBudget:
 
 
 def write_budget(config: EmbeddingHashTableConfig, where: str, *, max_rows: Any, max_bytes: Any, evict: Any) -> None:
-    """Writes a budget into a table's configuration; without limits there is none.
+    """Writes a budget into a table's configuration, if there is a limit.
 
     Raises:
-        ConfigError: a limit is not a number above 0, or a policy comes without one.
+        ConfigError: a limit is not a number above 0, or there is a policy without a limit.
     """
     if max_rows is None and max_bytes is None:
         if evict is not None:
-            raise ConfigError(f"{where}: evict={evict!r} needs max_rows or max_bytes: a table without is never full")
+            raise ConfigError(
+                f"{where}: evict={evict!r} needs max_rows or max_bytes: a table without a limit is never full"
+            )
         return
     message = EvictionConfig(**policy_settings(as_policy(Lru() if evict is None else evict, where)))
     if max_rows is not None:

@@ -1,5 +1,5 @@
-"""Which rows leave a full table first: `Lru`, `Slru`, `Lfu`, `EpochLru`, `EpochLfu`, `Score`, and the protocol of one's
-own."""
+"""Eviction policies of a full table: `Lru`, `Slru`, `Lfu`, `EpochLru`, `EpochLfu`, `Score`, and the protocol of custom
+ones."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _ADMIT = ("always", "if_better")
 
 @dataclass(frozen=True, kw_only=True)
 class Evict:
-    """What all policies have. Only writes count; a lookup changes nothing.
+    """The settings of all policies. Only writes count; a lookup changes nothing.
 
     Raises:
-        ConfigError: a setting is not one of those described here.
+        ConfigError: a setting is invalid.
     """
 
     min_age: timedelta | str | None = None
-    """Rows written less than so long ago stay (``"10m"``, ``"2h"``); an id that finds no row to replace is refused."""
+    """Rows written more recently than this stay (``"10m"``, ``"2h"``); if no row can leave, a new id is refused."""
     admit: Admit = "always"
-    """``"if_better"``: a new id is refused, and counted, if its row would leave before those that it would replace."""
+    """``"if_better"``: a new id is refused, and counted, if the policy ranks it below the rows it would replace."""
 
     name: ClassVar[str] = ""
     policy: ClassVar[Any]
@@ -53,8 +53,8 @@ class Lru(Evict):
 
 @dataclass(frozen=True, kw_only=True)
 class Slru(Evict):
-    """As `Lru`, but a row that was written once counts as four times as old: ids that come once leave soon, and leave
-    the room to those that come back."""
+    """Like `Lru`, but a row that was written only once counts as four times as old, so that it leaves before rows of
+    ids that return."""
 
     name = "slru"
     policy = EvictionConfig.SLRU
@@ -62,7 +62,7 @@ class Slru(Evict):
 
 @dataclass(frozen=True, kw_only=True)
 class Lfu(Evict):
-    """Rows that were written least often leave first; of equal ones the older."""
+    """Rows that were written least often leave first; among equals the oldest."""
 
     name = "lfu"
     policy = EvictionConfig.LFU
@@ -71,7 +71,7 @@ class Lfu(Evict):
 @dataclass(frozen=True, kw_only=True)
 class _Epochs(Evict):
     every: timedelta | str | None = None
-    """How long an epoch is, by the times of writes; None: until ``table.next_eviction_epoch()``."""
+    """The length of an epoch, by the times of writes; None: until ``table.next_eviction_epoch()``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +85,7 @@ class _Epochs(Evict):
 
 @dataclass(frozen=True, kw_only=True)
 class EpochLru(_Epochs):
-    """Rows that were last written in an earlier epoch leave first, of these those written longest ago."""
+    """Rows last written in an earlier epoch leave first; among them, those written longest ago."""
 
     name = "epoch_lru"
     policy = EvictionConfig.EPOCH_LRU
@@ -93,7 +93,7 @@ class EpochLru(_Epochs):
 
 @dataclass(frozen=True, kw_only=True)
 class EpochLfu(_Epochs):
-    """Rows that were last written in an earlier epoch leave first, of these those written least often."""
+    """Rows last written in an earlier epoch leave first; among them, those written least often."""
 
     name = "epoch_lfu"
     policy = EvictionConfig.EPOCH_LFU
@@ -101,7 +101,7 @@ class EpochLfu(_Epochs):
 
 @dataclass(frozen=True, kw_only=True)
 class Score(Evict):
-    """Rows with the lowest number leave first: what the last write brought (``scores=``, ``table.set_score``)."""
+    """Rows with the lowest score leave first; each write sets it (``scores=``, ``table.set_score``)."""
 
     name = "score"
     policy = EvictionConfig.SCORE
@@ -109,19 +109,19 @@ class Score(Evict):
 
 @runtime_checkable
 class EvictionPolicy(Protocol):
-    """A policy of one's own: it gives every row that is written a number, and rows with the lowest leave first.
+    """A custom policy: it scores every row that is written, and rows with the lowest score leave first.
 
-    It may have ``min_age`` and ``admit`` as `Evict` has them.
+    It can have the attributes ``min_age`` and ``admit`` of `Evict`.
     """
 
     def scores(self, ids: Tensor, before: Tensor, known: Tensor, *, time_s: int) -> Tensor:
-        """The numbers of ids that are written now: float32 ``[n]``.
+        """The scores of the ids being written: float32 ``[n]``.
 
         Args:
-            ids: int64 ``[n]``, on the table's device; equal ids may occur and must get equal numbers.
-            before: float32 ``[n]``, the numbers that their rows have; 0 where an id has no row.
+            ids: int64 ``[n]``, on the table's device; can contain equal ids, which must get equal scores.
+            before: float32 ``[n]``, the current scores of their rows; 0 for an id without a row.
             known: bool ``[n]``, which ids have a row.
-            time_s: when they are written.
+            time_s: the time of the write, in seconds.
         """
         ...
 
@@ -130,10 +130,10 @@ POLICIES: dict[str, type[Evict]] = {kind.name: kind for kind in (Lru, Slru, Lfu,
 
 
 def as_policy(evict: Any, where: str) -> Any:
-    """A policy, or the one of that name.
+    """The policy itself, or the policy of that name.
 
     Raises:
-        ConfigError: it is neither, nor does it have a method ``scores``.
+        ConfigError: ``evict`` is neither a policy nor the name of one.
     """
     if isinstance(evict, str):
         if evict not in POLICIES:
@@ -152,5 +152,5 @@ def policy_settings(policy: Any) -> dict[str, Any]:
 
 
 def own_settings(policy: Any) -> dict[str, Any]:
-    """What a policy of the user's has of the settings that all have."""
+    """The common settings that a custom policy defines."""
     return {field.name: getattr(policy, field.name) for field in fields(Score) if hasattr(policy, field.name)}

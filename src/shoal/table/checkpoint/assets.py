@@ -1,7 +1,7 @@
 """The folder of tables and filters that belongs to a model checkpoint: ``<basename>-<step>.assets``.
 
-Several parts of a program, and several processes, may put files into the folder of one step. Each adds a manifest of
-its own, last: a folder whose manifests do not hold is passed over, with a warning.
+Several parts of a program, and several processes, can put files into the folder of one step. Each writes its own
+manifest last. A folder whose files do not match its manifests is skipped with a warning.
 """
 
 from __future__ import annotations
@@ -38,18 +38,17 @@ _LATEST = re.compile(r'^\s*model_checkpoint_path\s*:\s*"((?:[^"\\]|\\.)*)"', re.
 
 
 def save_assets(basename: StrPath, step: int, kind: str, bases: Mapping[str, str], fill: Callable[[str], None]) -> str:
-    """Lets ``fill(folder)`` write files and makes them part of the folder of ``step``; that folder.
+    """Adds the files that ``fill(folder)`` writes to the folder of ``step``, and returns that folder.
 
     Args:
-        basename: of the model checkpoint.
+        basename: the basename of the model checkpoint.
         step: the global step.
-        kind: what the files are: ``tables``, ``multi_tables``, ``filters``.
-        bases: the name of each table -> the beginning of its file names. A second save of the same tables replaces
-            the first in one step.
-        fill: gets a folder that nobody looks at yet, and saves each table or filter under its base there.
+        kind: the kind of files: ``tables``, ``multi_tables``, ``filters``.
+        bases: table name -> prefix of its file names. A second save of the same tables replaces the first atomically.
+        fill: gets a folder that no reader uses yet, and saves each table or filter with its prefix there.
 
     Raises:
-        ConfigError: another process has saved a table of another name to the same files.
+        ConfigError: another process has saved a table with a different name to the same files.
     """
     target = naming.assets_dir(basename, step)
     tag = hashlib.sha256("\n".join(sorted(bases)).encode()).hexdigest()[:12]
@@ -61,7 +60,7 @@ def save_assets(basename: StrPath, step: int, kind: str, bases: Mapping[str, str
             fill(draft.path)
             write_saved(os.path.join(draft.path, own), fields, digests_below(draft.path))
             sync_folder(draft.path)
-            with contextlib.suppress(FileExistsError):  # another process made it meanwhile
+            with contextlib.suppress(FileExistsError):  # another process created it meanwhile
                 draft.publish()
                 return target
         finally:
@@ -84,13 +83,14 @@ def save_assets(basename: StrPath, step: int, kind: str, bases: Mapping[str, str
 
 
 def find_assets(basename: StrPath, kind: str, holds: Callable[[str], bool]) -> str | None:
-    """The folder to restore from, None when there is nothing to choose.
+    """The folder to restore from, or None if there is no unambiguous one.
 
-    First what the text file ``checkpoint`` beside the model names; then the newest folder with complete manifests of
-    ``kind``, if possible one that ``holds`` what is wanted; then the only ``*.assets`` folder there is.
+    The first choice is the folder named in the text file ``checkpoint`` next to the model; then the newest folder with
+    complete manifests of ``kind`` for which ``holds`` is true; then the newest without that condition; then the only
+    ``*.assets`` folder.
 
     Raises:
-        DataError: there are folders with manifests of ``kind``, and all of them are damaged.
+        DataError: all folders with manifests of ``kind`` are damaged.
     """
     folder = os.path.dirname(os.fspath(basename)) or "."
     latest = model_checkpoint_path(folder)
@@ -115,9 +115,9 @@ def find_assets(basename: StrPath, kind: str, holds: Callable[[str], bool]) -> s
         if created is not None:
             dated.append((created, path))
     if damaged and not dated:
-        raise DataError(f"no checkpoint {prefix}*.assets in {folder} is whole: {'; '.join(damaged)}")
+        raise DataError(f"no checkpoint {prefix}*.assets in {folder} is complete: {'; '.join(damaged)}")
     for each in damaged:
-        log.warning("checkpoint %s; another one is used", each)
+        log.warning("checkpoint %s; another one is used instead", each)
     ordered = [path for _, path in sorted(dated, reverse=True)]
     for path in ordered:
         if holds(path):
@@ -128,10 +128,10 @@ def find_assets(basename: StrPath, kind: str, holds: Callable[[str], bool]) -> s
 
 
 def settle(folder: str, bases: Iterable[str]) -> None:
-    """Gives the files of a save that was killed in the middle their names, before they are read by basename.
+    """Finishes the renaming of files from a save that was interrupted, before they are read by basename.
 
     Raises:
-        DataError: a manifest of the folder, or the small manifest of one of the ``bases``, is damaged.
+        DataError: a manifest of the folder, or the manifest of one of the ``bases``, is damaged.
     """
     wanted = {f"{base}{SIDECAR}" for base in bases}
     for entry in _manifests(folder, ""):
@@ -141,7 +141,7 @@ def settle(folder: str, bases: Iterable[str]) -> None:
 
 
 def base_in(folder: str, name: str) -> str:
-    """The beginning of the names of a table's files in a folder: by its manifests, else made from the table's name."""
+    """The prefix of a table's file names in a folder: from its manifests, else derived from the table's name."""
     for entry in _manifests(folder, ""):
         try:
             tables = Manifest.read(os.path.join(folder, entry)).content.get("tables")
@@ -153,7 +153,7 @@ def base_in(folder: str, name: str) -> str:
 
 
 def _created(folder: str, kind: str) -> str | None:
-    """When the newest manifest of ``kind`` was written; None when there is none. Raises for a damaged one."""
+    """When the newest manifest of ``kind`` was written; None without one. Raises if it is damaged."""
     created = []
     for entry in _manifests(folder, kind + "."):
         saved = read_saved(os.path.join(folder, entry), unsealed=True)
@@ -168,7 +168,7 @@ def _manifests(folder: str, kind: str) -> list[str]:
 
 
 def _check_free(folder: str, own: str, name: str, base: str) -> None:
-    """Refuses to replace the files of a table of another name."""
+    """Raises if the files belong to a table with a different name."""
     for entry in _manifests(folder, ""):
         if entry == own:
             continue
@@ -184,7 +184,7 @@ def _check_free(folder: str, own: str, name: str, base: str) -> None:
 
 
 def model_checkpoint_path(folder: str) -> str | None:
-    """``model_checkpoint_path`` of the text file ``checkpoint``, relative to its folder."""
+    """The ``model_checkpoint_path`` in the text file ``checkpoint``, relative to its folder."""
     try:
         with open(os.path.join(folder, "checkpoint"), encoding="utf-8") as file:
             match = _LATEST.search(file.read())

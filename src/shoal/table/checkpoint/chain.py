@@ -1,6 +1,6 @@
-"""A directory of numbered checkpoint folders: which are complete, how they build on each other, which can go.
+"""A directory of numbered checkpoint folders: which are complete, which others they need, which can be removed.
 
-A full checkpoint has all rows; a delta has the rows written since its parent and the ids removed since.
+A full checkpoint has all rows; a delta has the rows written and the ids removed since its parent.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ _NAME = re.compile(r"ckpt-(\d{8,})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """One complete checkpoint of a directory."""
+    """One complete checkpoint in a directory."""
 
     path: str
     name: str
     kind: str
     """``full`` or ``delta``."""
     parent: str | None
-    """The name of the checkpoint that a delta builds on."""
+    """The name of the checkpoint that a delta is relative to."""
     step: int
     created: str
     rows: int
-    """Rows that this checkpoint itself holds."""
+    """The number of rows in this checkpoint itself."""
     removed: int
-    """Ids that it takes back."""
+    """The number of ids that it removes."""
     bytes: int
     id: str
 
 
 def checkpoints_of(directory: StrPath) -> Series:
-    """The folders ``ckpt-<number>`` of a directory, whole or not."""
+    """The folders ``ckpt-<number>`` in a directory, complete or not."""
     return Series(directory, _PREFIX, _DIGITS)
 
 
 def list_checkpoints(directory: StrPath) -> list[Checkpoint]:
-    """The complete checkpoints of a directory, oldest first.
+    """The complete checkpoints in a directory, oldest first.
 
-    Manifests and the sizes of files are checked; a damaged checkpoint is left out and a warning is logged.
+    Manifests and file sizes are checked; a damaged checkpoint is left out and a warning is logged.
     """
     return [describe(link) for link in _complete(os.fspath(directory))]
 
 
 def latest_checkpoint(directory: StrPath) -> Checkpoint | None:
-    """The newest complete checkpoint of a directory, None when there is none."""
+    """The newest complete checkpoint in a directory, or None."""
     found = list_checkpoints(directory)
     return found[-1] if found else None
 
@@ -71,9 +71,9 @@ def latest_checkpoint(directory: StrPath) -> Checkpoint | None:
 def prune_checkpoints(
     directory: StrPath, keep: int = 1, *, leftovers_after: timedelta = timedelta(days=1)
 ) -> list[str]:
-    """Removes all but the newest ``keep`` checkpoints and those that they build on; the names of the removed.
+    """Removes all but the newest ``keep`` checkpoints and those that they need; returns the names of the removed.
 
-    What a process that was killed left half written is removed once it is older than ``leftovers_after``.
+    Incomplete folders left by a process that was killed are removed once they are older than ``leftovers_after``.
     """
     if keep < 1:
         raise ConfigError(f"prune_checkpoints: keep must be at least 1, got {keep}")
@@ -86,12 +86,12 @@ def prune_checkpoints(
             needed.add(at)
             at = _parent_name(complete[at]) if at in complete else None
     doomed = [name for name in complete if name not in needed]
-    for name in reversed(doomed):  # deltas before what they build on
+    for name in reversed(doomed):  # deltas before the checkpoints that they need
         remove_folder(os.path.join(directory, name))
     oldest = time.time() - leftovers_after.total_seconds()
     with os.scandir(directory) as entries:
         for entry in entries:
-            with contextlib.suppress(FileNotFoundError):  # a save that has just been finished
+            with contextlib.suppress(FileNotFoundError):  # the save has just finished
                 if entry.name.startswith(".tmp-ckpt-") and entry.stat().st_mtime < oldest:
                     shutil.rmtree(entry.path, ignore_errors=True)
     return doomed
@@ -124,7 +124,7 @@ class Link:
             raise DataError(found.damage or f"{found.path} has no manifest")
         manifest = Manifest.of(found.saved)
         if manifest.kind not in ("full", "delta"):
-            raise DataError(f"{found.saved.manifest} is neither full nor a delta on another: {manifest.kind!r:.40}")
+            raise DataError(f"{found.saved.manifest}: kind must be 'full' or 'delta', got {manifest.kind!r:.40}")
         return cls(manifest, found.saved)
 
 
@@ -134,21 +134,21 @@ def _complete(directory: str) -> list[Link]:
         try:
             complete.append(Link.of(found))
         except DataError as error:
-            log.warning("checkpoint %s is damaged and left out: %s", found.path, error)
+            log.warning("checkpoint %s is damaged and ignored: %s", found.path, error)
     return complete
 
 
 def newest_chain(directory: str, load: Callable[[list[Link]], T], report: Callable[[str], None] | None = None) -> T:
-    """What ``load`` makes of the chain of the newest checkpoint that can be read.
+    """The result of ``load`` for the chain of the newest readable checkpoint.
 
     Args:
-        directory: of the checkpoints.
-        load: changes nothing when it raises.
-        report: is told of each damaged checkpoint that was passed over; by default a warning is logged.
+        directory: the directory of the checkpoints.
+        load: must change nothing if it raises.
+        report: called for each damaged checkpoint that is skipped; by default a warning is logged.
 
     Raises:
         CheckpointNotFoundError: there are no checkpoints.
-        DataError: there are, and none can be read.
+        DataError: none of the checkpoints can be read.
     """
     result = checkpoints_of(directory).load_newest(
         lambda found: load(read_chain(directory, found.name)), report or log.warning, _verify
@@ -159,7 +159,7 @@ def newest_chain(directory: str, load: Callable[[list[Link]], T], report: Callab
 
 
 def _verify(found: Found) -> None:
-    """Reads every file of a checkpoint and of those that it builds on."""
+    """Reads every file of a checkpoint and of the checkpoints that it needs."""
     for link in read_chain(os.path.dirname(found.path), found.name):
         link.saved.verify()
 
@@ -167,30 +167,30 @@ def _verify(found: Found) -> None:
 def read_chain(directory: str, name: str) -> list[Link]:
     """The full checkpoint and the deltas that lead to ``name``, oldest first."""
     if not _NAME.fullmatch(name):
-        raise CheckpointNotFoundError(f"a checkpoint must be called like 'ckpt-00000001', got {name!r}")
+        raise CheckpointNotFoundError(f"the name of a checkpoint must be like 'ckpt-00000001', got {name!r}")
     chain: list[Link] = []
     wanted: str | None = None
     series = checkpoints_of(directory)
     while True:
         folder = os.path.join(directory, name)
-        builds = f", on which {chain[0].name} builds," if chain else ""
+        role = f", the parent of {chain[0].name}," if chain else ""
         if not os.path.isdir(folder):
-            raise CheckpointNotFoundError(f"checkpoint {folder!r}{builds} is not there")
+            raise CheckpointNotFoundError(f"checkpoint {folder!r}{role} does not exist")
         try:
             link = Link.of(series.look(int(name.removeprefix(_PREFIX))))
         except DataError as error:
-            raise DataError(f"checkpoint {folder!r}{builds} is damaged: {error}") from None
+            raise DataError(f"checkpoint {folder!r}{role} is damaged: {error}") from None
         manifest = link.manifest
         if wanted is not None and manifest.id != wanted:
-            raise DataError(f"checkpoint {folder!r} is not the one that {chain[0].name} builds on: it was written anew")
+            raise DataError(f"checkpoint {folder!r} is not the parent of {chain[0].name}: another one has replaced it")
         if any(name == seen.name for seen in chain):
-            raise DataError(f"checkpoint {folder!r} builds on itself")
+            raise DataError(f"checkpoint {folder!r} is its own ancestor")
         chain.insert(0, link)
         if manifest.kind == "full":
             return chain
         parent = _parent_name(manifest)
         if parent is None:
-            raise DataError(f"checkpoint {folder!r} is a delta, but does not name what it builds on")
+            raise DataError(f"checkpoint {folder!r} is a delta, but does not name its parent")
         wanted = manifest.content["parent"].get("id")
         name = parent
 
@@ -202,7 +202,7 @@ def _parent_name(manifest: Manifest) -> str | None:
 
 
 def table_in(manifest: Manifest, name: str, where: str) -> dict[str, Any]:
-    """What a manifest says of one table, its types checked."""
+    """A manifest's entry for one table, with its types checked."""
     tables = manifest.content.get("tables")
     found = [t for t in tables if isinstance(t, dict) and t.get("name") == name] if isinstance(tables, list) else []
     if len(found) != 1:
@@ -220,7 +220,7 @@ def table_in(manifest: Manifest, name: str, where: str) -> dict[str, Any]:
 
 
 def describe(link: Link) -> Checkpoint:
-    """A checkpoint as callers see it."""
+    """The public description of a checkpoint."""
     manifest = link.manifest
     tables = [t for t in manifest.content.get("tables", []) if isinstance(t, dict)]
     return Checkpoint(

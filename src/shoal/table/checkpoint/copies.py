@@ -1,4 +1,4 @@
-"""Copies of rows that are made just before a table changes, for whoever asked for them and has not read them yet."""
+"""Copies of rows made just before a table changes, for readers that have not read them yet."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import weakref
 from typing import Any, Protocol
 
 WAITING: dict[int, list[weakref.ref[Any]]] = {}
-"""By the ``id()`` of a table: who wants a copy before it changes. Mostly empty, which is what a write looks at."""
+"""``id()`` of a table -> waiters that need a copy before it changes. Usually empty, so writes check it cheaply."""
 
 
 class Waiter(Protocol):
-    """Reads a table later."""
+    """A reader that will read a table later."""
 
     def copy_rows(self) -> None:
-        """Reads it now: it is about to change."""
+        """Copies the rows now, because the table is about to change."""
 
 
 def wait_for_change(table: Any, waiter: Waiter) -> None:
-    """Has ``waiter``, which keeps the table alive, copy its rows before the next change, if it is still there then."""
+    """Makes ``waiter`` copy the table's rows before they next change, unless it is garbage-collected first. It must
+    keep the table alive."""
     key = id(table)
     WAITING.setdefault(key, []).append(weakref.ref(waiter, lambda ref: _forget(key, ref)))
 
 
 def about_to_change(*tables: Any) -> None:
-    """Called by whatever changes rows, before it does."""
+    """Must be called before rows change."""
     for table in tables:
         for ref in WAITING.pop(id(table), ()):
             waiter = ref()

@@ -1,4 +1,4 @@
-"""Admission filters to files and back, one file for each block of a sliding filter."""
+"""Saving and restoring of admission filters, one file per block of a sliding filter."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _SPARE = 64
 
 
 def save_hash_filter(hash_filter: Any, basename: StrPath, enable_hash_filter: bool = False) -> None:
-    """Writes the counts of a sliding filter to ``<basename>-%05d-of-%05d``, one file for each block.
+    """Writes the counts of a sliding filter to ``<basename>-%05d-of-%05d``, one file per block.
 
-    Does nothing when the flag is off; filters without counts (dummy, probabilistic) write no files.
+    Does nothing if ``enable_hash_filter`` is off; filters without counts (dummy, probabilistic) write no files.
     """
     if not enable_hash_filter or not isinstance(hash_filter, SlidingHashFilter):
         return
@@ -35,14 +35,14 @@ def save_hash_filter(hash_filter: Any, basename: StrPath, enable_hash_filter: bo
 
 @dataclass(frozen=True)
 class FilterCopy:
-    """The counts of a sliding filter on their way to files."""
+    """A copy of a sliding filter's counts, to be saved."""
 
     meta: SlidingHashFilterMetaDump
     blocks: Iterable[FilterBlockState]
 
     @classmethod
     def of(cls, hash_filter: Any) -> FilterCopy | None:
-        """All counts as they are now, in memory of their own; None for a filter without any."""
+        """A copy of the current counts; None for a filter without counts."""
         if not isinstance(hash_filter, SlidingHashFilter):
             return None
         blocks = [hash_filter.get_block(block) for block in range(hash_filter.split_num)]
@@ -69,11 +69,11 @@ class FilterCopy:
 
 
 def restore_hash_filter(hash_filter: Any, basename: StrPath, enable_hash_filter: bool = False) -> None:
-    """Brings back what `save_hash_filter` wrote; the filter is as it was if any file is bad.
+    """Restores the counts that `save_hash_filter` wrote; if any file is damaged, the filter is unchanged.
 
     Raises:
         CheckpointNotFoundError: there are no files.
-        DataError: a file is damaged, or is of a filter with another number of blocks or other step limits.
+        DataError: a file is damaged, or its filter has a different number of blocks or different step limits.
     """
     if not enable_hash_filter or not isinstance(hash_filter, SlidingHashFilter):
         return
@@ -86,7 +86,7 @@ def restore_hash_filter(hash_filter: Any, basename: StrPath, enable_hash_filter:
 def _read_blocks(
     hash_filter: SlidingHashFilter, basename: StrPath
 ) -> tuple[list[FilterBlockState], SlidingHashFilterMetaDump]:
-    """The counts of every block, and what the files say of the whole filter."""
+    """The counts of every block, and the metadata of the filter."""
     files = naming.open_shards(basename)
     paths = files.paths
     read = [_read_block(path, hash_filter) for path in paths]
@@ -100,7 +100,7 @@ def _read_blocks(
     meta = blocks[0][1]
     for path, (_, other) in zip(paths, blocks, strict=True):
         if (other.head, other.head_increment) != (meta.head, meta.head_increment):
-            raise DataError(f"{path}: its head differs from that of the first file; the files belong to two saves")
+            raise DataError(f"{path}: its head differs from that of the first file; the files are from different saves")
     return [state for state, _ in blocks], meta
 
 
@@ -120,7 +120,7 @@ def _sliding_meta(hash_filter: SlidingHashFilter) -> SlidingHashFilterMetaDump:
 def _read_block(
     path: str, hash_filter: SlidingHashFilter
 ) -> tuple[FilterBlockState, SlidingHashFilterMetaDump, tuple[int, int]]:
-    """The counts of one file, what it says of the whole filter, and its digest."""
+    """The counts in one file, the metadata of the filter in it, and the file's digest."""
     try:
         meta = HashFilterSplitMetaDump.FromString(_core.read_filter_meta(path))
     except DecodeError as error:
@@ -134,7 +134,7 @@ def _read_block(
             )
     if sliding.head >= sliding.split_num:
         raise DataError(f"{path}: the head must be one of the {sliding.split_num} blocks, got {sliding.head}")
-    # Every cell takes a byte of the file at least, so a size that is not there is not believed.
+    # Every cell takes at least one byte of the file, so a larger size is damage.
     if not 1 <= meta.total_size <= os.path.getsize(path) or not 1 <= meta.fill_rate <= 1e6:
         raise DataError(f"{path}: {meta.total_size} positions with fill rate {meta.fill_rate} cannot be in this file")
     if meta.num_elements > meta.total_size + _SPARE or meta.failure_count >= 1 << 63:
@@ -166,7 +166,7 @@ class _HashFilterListener:
 
 
 class HashFilterCheckpointSaverListener(_HashFilterListener):
-    """Before the model of a step is saved, saves the filters to ``hash_filter_<ps index>`` in the step's assets."""
+    """Saves the filters to ``hash_filter_<ps index>`` in the step's assets before the step's model is saved."""
 
     def before_save(self, step: int) -> None:
         kept = self._kept()
@@ -175,13 +175,15 @@ class HashFilterCheckpointSaverListener(_HashFilterListener):
 
 
 class HashFilterCheckpointRestorerListener(_HashFilterListener):
-    """Before a model is restored, restores the filters of the newest checkpoint, if there is one."""
+    """Restores the filters from the newest checkpoint, if there is one, before a model is restored."""
 
     def before_restore(self) -> bool:
-        """Whether there was a checkpoint to restore."""
+        """Restores the filters; returns whether there was a checkpoint."""
         kept = self._kept()
+        if not kept:
+            return False
         folder = find_assets(self.basename, "filters", lambda f: all(_has(f, name) for name, _ in kept))
-        if not kept or folder is None:
+        if folder is None:
             return False
         settle(folder, [name for name, _ in kept])
         for name, hash_filter in kept:

@@ -1,4 +1,4 @@
-"""Incremental checkpoints: a full one, then only what changed since, and the chain of both restores the whole state."""
+"""Incremental checkpoints: a full one, then deltas with the changes since; together they restore all rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shoal import _core
 from shoal.durable import FileDigest, StrPath, file_bases, new_folder, read_folder, temporary_path
@@ -37,12 +38,12 @@ from shoal.table.multi_type import MultiTypeHashTable
 from shoal.table.table import HashTable
 
 _IDS_PER_RECORD = 65536
-_REMEMBERED = 8  # checkpoints that a table can still write a delta against
+_REMEMBERED = 8  # the most checkpoints that a table can write a delta against
 
 Tables: TypeAlias = HashTable | MultiHashTable | MultiTypeHashTable | Iterable[HashTable]
 
 
-# Table -> checkpoint id -> the epoch that began with it. Rows written later carry that epoch or a newer one.
+# Table -> checkpoint id -> the epoch that started with it. Rows written later have that epoch or a newer one.
 _epochs: weakref.WeakKeyDictionary[HashTable, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
@@ -54,7 +55,7 @@ def save_incremental(
     step: int = 0,
     progress: _core.Progress | None = None,
 ) -> Checkpoint:
-    """Saves what changed since another checkpoint of the same directory: rows written, and ids removed.
+    """Saves the changes since another checkpoint in the same directory: rows written and ids removed.
 
     >>> import shoal, tempfile, torch
     >>> from shoal.table import restore_incremental, save_incremental
@@ -69,20 +70,20 @@ def save_incremental(
     >>> restore_incremental(other, folder).name == delta.name and other.size()
     1000
 
-    Training may continue meanwhile; each row is then as it was at one moment. From the first call on a table tracks
-    what changes, which costs 4 bytes per row and 16 for each id removed.
+    Training can continue meanwhile; each row is saved as it was at some moment during the save. From the first call
+    on, a table tracks its changes, which costs 4 bytes per row and 16 bytes per removed id.
 
     Args:
-        tables: one training table, several, or a multi table; their names tell them apart.
-        directory: where the checkpoints of these tables live; made if it is missing.
+        tables: one training table, several, or a multi table; table names must be distinct.
+        directory: the directory of these tables' checkpoints; created if missing.
         since: a checkpoint, or its name; ``"latest"`` is the newest one that these tables were saved to or restored
-            from, and a full checkpoint is written when there is none; ``None`` writes a full one.
-        step: noted in the manifest.
+            from (without one, a full checkpoint is written); ``None`` writes a full one.
+        step: recorded in the manifest.
         progress: counts rows as they are written; its ``cancel()`` ends the save.
 
     Raises:
-        ConfigError: changes since that checkpoint are not known: it is another process's, or the tables were cleared or
-            restored since. Take a full one.
+        ConfigError: the changes since that checkpoint are not known: another process wrote it, or the tables were
+            cleared or restored since. Save a full checkpoint with ``since=None``.
     """
     members = _members(tables)
     directory = os.fspath(directory)
@@ -122,23 +123,23 @@ def restore_incremental(
     shard: Sequence[int] | None = None,
     progress: _core.Progress | None = None,
 ) -> Checkpoint:
-    """Brings tables to the state of a checkpoint: of its full one and every delta up to it.
+    """Restores tables to the state of a checkpoint, from its full checkpoint and every delta up to it.
 
     All files are read and checked before the first table changes.
 
     Args:
         tables: the tables to restore; each must be in the checkpoint under its name.
-        directory: what `save_incremental` got.
-        name: which checkpoint; None is the newest whole one. A damaged one that is newer is passed over, and a warning
-            that names it and the damage is logged.
+        directory: the directory given to `save_incremental`.
+        name: which checkpoint; None is the newest complete one. Damaged newer checkpoints are skipped, each with a
+            warning that names it and the damage.
         strict: see `restore_table`.
         shard: see `restore_table`.
         progress: counts records as they are read; its ``cancel()`` ends the load.
 
     Raises:
-        CheckpointNotFoundError: there is no such checkpoint, or none at all.
-        DataError: a file of the chain is missing, damaged or of a table of another shape; without ``name``, no
-            checkpoint of the directory can be restored. All tables are as they were.
+        CheckpointNotFoundError: the directory does not have that checkpoint, or has none.
+        DataError: a file of the chain is missing, damaged or from a table with a different layout; without ``name``, no
+            checkpoint in the directory can be restored. All tables are unchanged.
     """
     members = _members(tables, training=False)
     directory = os.fspath(directory)
@@ -174,17 +175,17 @@ def _save_member(
     files: dict[str, FileDigest],
     progress: _core.Progress | None,
 ) -> dict[str, Any]:
-    """Writes the files ``<base>…`` of a table and adds their digests to ``files``; its part of the manifest."""
+    """Writes the files ``<base>…`` of a table, adds their digests to ``files``, returns its part of the manifest."""
     since = _epochs[table][parent.id] if parent else 0
     now = table.max_update_time
     scales = table._host.scales()
-    # Removed ids first: one that comes back before the rows are copied is then in both, and its row wins.
+    # Removed ids first: an id that is written again before the rows are copied is then in both, and its row wins.
     removed = table.changes.removed_since(since) if parent else []
     if removed:
         files[os.path.basename(base) + ".removed"] = _write_ids(base + ".removed", removed)
     count = naming.shard_count(table.saver_parallel, table.size() if parent is None else 0)
     with naming_table(table.name):
-        # A delta keeps rows that are stale by now: they must replace what the parent has before they are dropped.
+        # A delta includes stale rows: they must replace the parent's rows before they are dropped.
         source = table.source(since, stale=parent is not None)
         rows, digests = save_shards([source], base, count, progress=progress)
     files |= digests
@@ -217,7 +218,7 @@ def _load_member(
         base = os.path.join(link.folder, described["file"])
         if described["removed"]:
             link.saved.verify([described["file"] + ".removed"])
-            ids = _read_ids(base + ".removed", described["removed"])
+            ids = torch.from_numpy(read_removed(base + ".removed", described["removed"]))
             load.erase(ids.data_ptr(), ids.numel())
         taken = read_shards(load, [naming.open_shards(base, link.saved)], progress)
         if shard is None and not table.serving and taken != described["rows"]:
@@ -235,14 +236,15 @@ def _write_ids(path: str, ids: Sequence[int]) -> FileDigest:
     return FileDigest(*_core.write_records(temporary_path(path), path, records))
 
 
-def _read_ids(path: str, count: int) -> torch.Tensor:
+def read_removed(path: str, count: int) -> NDArray[np.int64]:
+    """The ids that a delta removes."""
     data = b"".join(_core.read_records(path))
     if len(data) != 8 * count:
-        raise DataError(f"{path}: {len(data)} bytes of removed ids, the manifest says {count} ids")
-    return torch.from_numpy(np.frombuffer(bytearray(data), "<i8"))
+        raise DataError(f"{path} has {len(data)} bytes of removed ids, but its manifest says {count} ids")
+    return np.frombuffer(data, "<i8").astype(np.int64)
 
 
-# --- what a table knows of its past -----------------------------------------------------------------------------------
+# --- the checkpoints that a table can write a delta against -----------------------------------------------------------
 
 
 def _members(tables: Tables, training: bool = True) -> list[HashTable]:
@@ -275,8 +277,8 @@ def _parent(members: Sequence[HashTable], directory: str, since: Checkpoint | st
     for table in members:
         if not _tracks(table, known[name].id):
             raise ConfigError(
-                f"table {table.name!r}: what changed since {name!r} is not known here (the table was not saved to it, "
-                "was cleared or restored since, or a CUDA graph from before the first checkpoint writes to it); save a "
+                f"table {table.name!r}: its changes since {name!r} are not known (the table was not saved to it, was "
+                "cleared or restored since, or a CUDA graph from before the first checkpoint writes to it); save a "
                 "full checkpoint with since=None"
             )
     return known[name]
@@ -296,7 +298,7 @@ def _remember(table: HashTable, checkpoint_id: str, epoch: int) -> None:
 
 
 def expiry_to_json(config: SlotExpireTimeConfig) -> dict[str, Any]:
-    """Days, rounded up, and the seconds of what is not a whole number of them, which version 0.1 does not read."""
+    """Expiry in days, rounded up; also in seconds if it is not a multiple of a day (version 0.1 ignores those)."""
     seconds, slots = default_expiry_s(config), slot_expiry_s(config)
     days = {"default_days": -(-seconds // DAY_S), "slots": [[slot, -(-s // DAY_S)] for slot, s in slots.items()]}
     if all(s % DAY_S == 0 for s in (seconds, *slots.values())):
@@ -305,7 +307,7 @@ def expiry_to_json(config: SlotExpireTimeConfig) -> dict[str, Any]:
 
 
 def expiry_seconds(expiry: Any) -> tuple[int, dict[int, int]]:
-    """The seconds of what `expiry_to_json` gave: by default, and of slots that have their own."""
+    """The default expiry in seconds, and that of each slot with its own, from the result of `expiry_to_json`."""
     if "default_s" in expiry:
         return int(expiry["default_s"]), {int(slot): int(s) for slot, s in expiry["slots_s"]}
     return int(expiry["default_days"]) * DAY_S, {int(slot): int(days) * DAY_S for slot, days in expiry["slots"]}
@@ -316,4 +318,4 @@ def _expiry_from_json(expiry: Any) -> _core.Expiry:
         default, slots = expiry_seconds(expiry)
         return _core.Expiry(default, list(slots.items()))
     except (TypeError, KeyError, ValueError) as error:
-        raise DataError(f"the manifest's expiry is not readable: {error}") from error
+        raise DataError(f"the manifest's expiry cannot be read: {error}") from error

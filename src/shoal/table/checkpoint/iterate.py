@@ -1,4 +1,4 @@
-"""Walking a table in parts, entry by entry."""
+"""Iteration over a table's rows in parts, as serialized entries."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from shoal import _core
 from shoal.errors import ConfigError
+from shoal.table.arguments import as_part
 
 if TYPE_CHECKING:
     from shoal.table.table import HashTable
 
-# An offset is (which of the part's stripes) << 40 | (the place inside that stripe).
+# An offset is (index of the stripe in the part) << 40 | (position in that stripe).
 _PLACE_BITS = 40
 _PLACE = (1 << _PLACE_BITS) - 1
 
@@ -19,28 +20,20 @@ _PLACE = (1 << _PLACE_BITS) - 1
 def save_as_tensor(
     table: HashTable, shard_idx: int, num_shards: int, limit: int, offset: int
 ) -> tuple[int, list[bytes]]:
-    """At most ``limit`` serialized ``EntryDump`` messages of part ``shard_idx`` of ``num_shards``, from ``offset`` on.
+    """At most ``limit`` serialized ``EntryDump`` messages of part ``shard_idx`` of ``num_shards``, from ``offset``.
 
     Args:
         table: a training table.
         shard_idx: the part, 0 to ``num_shards - 1``; parts are disjoint and together hold every row.
-        num_shards: how many parts there are; beyond 64 the further ones are empty.
+        num_shards: the number of parts; parts beyond the first 64 are empty.
         limit: the most entries to return, at least 1.
-        offset: 0 at first, then what the call before returned.
+        offset: 0 in the first call, then the offset that the previous call returned.
 
     Returns:
-        The offset to continue from, and the entries. Fewer than ``limit`` means that the part is finished. Without
-        writes in between every row is seen once.
+        The offset to continue from, and the entries. Fewer than ``limit`` means that the part is finished. If nothing
+        is written in between, every row is returned once.
     """
-    shard_idx, num_shards, limit, offset = map(int, (shard_idx, num_shards, limit, offset))
-    if not 0 <= shard_idx < num_shards:
-        raise ConfigError(f"table {table.name!r}: shard_idx must be 0..num_shards - 1, got {shard_idx} of {num_shards}")
-    if limit < 1:
-        raise ConfigError(f"table {table.name!r}: limit must be at least 1, got {limit}")
-    if offset < 0:
-        raise ConfigError(
-            f"table {table.name!r}: offset must be 0 or the one that the previous call returned, got {offset}"
-        )
+    shard_idx, num_shards, limit, offset = as_part(table.name, shard_idx, num_shards, limit, offset)
     stripes = range(shard_idx, _core.Table.num_stripes, num_shards)
     at, place = offset >> _PLACE_BITS, offset & _PLACE
     entries: list[bytes] = []
@@ -55,7 +48,7 @@ def save_as_tensor(
 def iterate_table_and_apply(
     table: HashTable, fn: Callable[[list[bytes]], Any], limit: int = 1000, nshards: int = 4
 ) -> None:
-    """Calls ``fn`` with lists of at most ``limit`` serialized entries until every row of ``table`` was in one.
+    """Calls ``fn`` with lists of at most ``limit`` serialized entries, which together hold every row of ``table``.
 
     >>> import shoal, torch
     >>> from shoal.table import EntryDump, iterate_table_and_apply

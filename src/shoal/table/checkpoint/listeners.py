@@ -1,4 +1,4 @@
-"""What a training loop calls around the saving and restoring of its model, so that the tables follow."""
+"""Listeners that a training loop calls when it saves or restores its model, to save and restore the tables too."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _AT_ONCE = 32
 
 
 class PsMonitor(Protocol):
-    """Tells which processes lost their tables, so that only those are restored."""
+    """Reports which processes lost their tables, so that only those tables are restored."""
 
     def is_ps_uninitialized(self, table: Any) -> bool:
-        """Whether the process that holds ``table`` reports itself uninitialised."""
+        """Whether the process that holds ``table`` reports itself uninitialized."""
         ...
 
 
 class _Kind:
-    """What the listeners of single tables and of multi tables do differently."""
+    """The differences between listeners for single tables and for multi tables."""
 
     name = "tables"
 
@@ -68,7 +68,7 @@ class _Listener:
         tables = self.kind.registered()
         if not tables:
             return []
-        sleep_ms = 15 * min(len(tables), _AT_ONCE)  # it spreads those that are saved at once; the others come later
+        sleep_ms = 15 * min(len(tables), _AT_ONCE)  # spreads the tables that are saved at the same time
         bases = file_bases(table.name for table in tables)
 
         def fill(folder: str) -> None:
@@ -89,24 +89,26 @@ class _Listener:
 
 
 class HashTableCheckpointSaverListener(_Listener):
-    """Before the model of a step is saved, saves every registered table to ``<basename>-<step>.assets/``."""
+    """Saves every registered table to ``<basename>-<step>.assets/`` before the step's model is saved."""
 
     def before_save(self, step: int) -> None:
         self._save(step)
 
 
 class HashTableCheckpointRestorerListener(_Listener):
-    """Before a model is restored, restores every registered table from the newest checkpoint."""
+    """Restores every registered table from the newest checkpoint before a model is restored."""
 
     def __init__(self, basename: StrPath, ps_monitor: PsMonitor | None = None) -> None:
         super().__init__(basename)
         self.ps_monitor = ps_monitor
 
     def before_restore(self) -> bool:
-        """Whether there was a checkpoint; without one, or with several and no newest, nothing happens.
+        """Restores the tables; returns whether there was a checkpoint.
+
+        Nothing happens without a checkpoint, or if there are several and none is known to be the newest.
 
         Raises:
-            DataError: the checkpoint lacks a table (under its own name and its ``extra_restore_names``), or is damaged.
+            DataError: the checkpoint is damaged, or has no table with the table's name or its ``extra_restore_names``.
         """
         tables = [
             table
@@ -123,14 +125,14 @@ class HashTableCheckpointRestorerListener(_Listener):
 
 
 class HashTableRestorerSaverListener(_Listener):
-    """After a step was saved, restores the tables from it, which drops stale rows from memory."""
+    """Restores the tables from a step after it was saved, which drops stale rows from memory."""
 
     def after_save(self, step: int) -> None:
         self._restore(naming.assets_dir(self.basename, step), self.kind.registered())
 
 
 class MultiHashTableCheckpointSaverListener(HashTableCheckpointSaverListener):
-    """The same for multi tables; writes ``ckpt.info-<step>`` beside the model, too: the number of rows by table."""
+    """Saves every registered multi table; also writes ``ckpt.info-<step>`` next to the model: the rows per table."""
 
     kind = _MultiKind
 
@@ -152,13 +154,13 @@ class MultiHashTableCheckpointSaverListener(HashTableCheckpointSaverListener):
 
 
 class MultiHashTableCheckpointRestorerListener(HashTableCheckpointRestorerListener):
-    """Before a model is restored, restores every registered multi table from the newest checkpoint."""
+    """Restores every registered multi table from the newest checkpoint before a model is restored."""
 
     kind = _MultiKind
 
 
 class MultiHashTableRestorerSaverListener(HashTableRestorerSaverListener):
-    """After a step was saved, restores the multi tables from it, which drops stale rows from memory."""
+    """Restores the multi tables from a step after it was saved, which drops stale rows from memory."""
 
     kind = _MultiKind
 
@@ -169,7 +171,7 @@ def _each(do: Callable[..., Any], tables: Sequence[Any], bases: Sequence[str]) -
 
 
 def _candidates(table: Any) -> Iterator[str]:
-    """The names that a table's files may have: its own, then its older ones, with and without prefix and suffix."""
+    """The names that a table's files can have: its own, then its older ones, with and without prefix and suffix."""
     yield table.name
     match = _HASHED.fullmatch(table.name)
     for name in getattr(table, "extra_restore_names", ()):

@@ -1,4 +1,4 @@
-"""Many named tables in one checkpoint: Snappy blocks of records, and meta files that say how many are whose."""
+"""Many named tables in one checkpoint: Snappy blocks of records, and meta files with the number of rows per table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def save_multi_table(
 ) -> None:
     """Writes all tables of ``multi`` to ``<basename>-00000-of-0000N`` and ``<basename>.meta-00000-of-0000N``.
 
-    The tables come one after another, sorted by name. Rows that are stale by their table's expiry are left out. See
+    The files hold table after table, sorted by name. Rows that are stale by their table's expiry are left out. See
     `save_table` for the rest.
     """
     base = os.fspath(basename)
@@ -76,8 +76,8 @@ def restore_multi_table(
 ) -> None:
     """Replaces the rows of every table that the checkpoint has under the same name; see `restore_table`.
 
-    Tables of the checkpoint that ``multi`` does not have are skipped; tables that the checkpoint does not have are left
-    as they are, and a warning is logged.
+    Tables in the checkpoint that ``multi`` does not have are skipped. Tables that are not in the checkpoint are
+    unchanged, and a warning is logged.
     """
     if multi.on_gpu:
         from shoal.table.cuda.multi import StagedMulti
@@ -96,7 +96,7 @@ def _restore(
     shard: Sequence[int] | None,
     progress: _core.Progress | None,
 ) -> None:
-    """`restore_multi_table` of tables on the CPU, once."""
+    """One attempt of `restore_multi_table`, for tables on the CPU."""
     tables = multi.tables
     with naming_table(multi.name):
         if not bases:
@@ -116,7 +116,7 @@ def _restore(
         for name, load in loads.items():
             expected = sum(n for _, _, meta in shards for table, n in meta if table == name)
             if shard is None and not tables[name].serving and load.rows() != expected:
-                raise DataError(f"table {name!r}: {expected - load.rows()} records have an id that another has, too")
+                raise DataError(f"table {name!r}: {expected - load.rows()} records repeat the id of another record")
         found_scales = (load_scales(base, of.saved) for base, of in zip(bases, files, strict=True))
         scales = next(filter(None, found_scales), {})
         found = {
@@ -129,11 +129,11 @@ def _restore(
     for name, of_table in found.items():
         tables[name]._native.set_scales(of_table)
     for name in sorted(set(tables) - saved):
-        log.warning("table %r: %s has no table %r; its rows are as they were", multi.name, bases[0], name)
+        log.warning("table %r: %s has no table %r; its rows are unchanged", multi.name, bases[0], name)
 
 
 def feature_stat(basename: StrPath) -> dict[str, int]:
-    """Table name -> rows in the checkpoint, summed over its shards; only the small meta files are read."""
+    """Table name -> number of rows in the checkpoint, summed over its shards; only the small meta files are read."""
     stat: dict[str, int] = {}
     base = os.fspath(basename)
     for meta in read_metas(naming.open_shards(base + ".meta", find_saved(base))):
@@ -162,7 +162,7 @@ class _Files:
         return self.data.saved
 
     def shards(self) -> list[tuple[_Files, int, list[tuple[str, int]]]]:
-        """The index of each data file with what its meta file says."""
+        """The index of each data file with the contents of its meta file."""
         return [(self, index, meta) for index, meta in enumerate(read_metas(self.meta))]
 
     def check(self, index: int, digest: tuple[int, int]) -> None:
@@ -171,13 +171,13 @@ class _Files:
 
 
 def write_meta(path: str, counts: Mapping[str, int]) -> tuple[int, int]:
-    """A meta file: the number of rows of each table, in the order of the data file; its digest."""
+    """Writes a meta file, the number of rows of each table in the order of the data file; returns its digest."""
     records = [MultiHashTableMetadata(table_name=name, num_entries=n).SerializeToString() for name, n in counts.items()]
     return _core.write_records(temporary_path(path), path, records)
 
 
 def read_metas(files: naming.Shards) -> list[list[tuple[str, int]]]:
-    """What each meta file says, once its digest has been checked."""
+    """Checks the digests of the meta files and returns their contents."""
     if files.saved is not None:
         files.check([digest_file(path) for path in files.paths])  # type: ignore[misc]
     return [read_meta(path) for path in files.paths]

@@ -1,4 +1,4 @@
-"""How the files of a table are called, and which files on the disk make up a whole save."""
+"""The names of a table's files, and which files on disk make up a complete save."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHARD = re.compile(r"-(\d{5,})-of-(\d{5,})")
 
 
 class CheckpointNotFoundError(DataError, FileNotFoundError):
-    """No file of the checkpoint is there."""
+    """No file of the checkpoint exists."""
 
 
 def shard_path(basename: StrPath, index: int, count: int) -> str:
@@ -31,21 +31,21 @@ def assets_dir(basename: StrPath, step: int) -> str:
 
 
 def shard_count(saver_parallel: int, rows: int) -> int:
-    """How many files a save makes: as asked for, else one per million rows, four at most."""
+    """The number of files of a save: ``saver_parallel`` if given, else one per million rows, at most four."""
     return saver_parallel if saver_parallel >= 1 else min(4, max(1, rows // 1_000_000))
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The files of one table, by index, and the manifest that names them where there is one."""
+    """The files of one table, by index, and the manifest that lists them, if there is one."""
 
     paths: list[str]
     names: list[str]
-    """As the manifest spells them."""
+    """The names in the manifest."""
     saved: Saved | None
 
     def check(self, digests: Sequence[tuple[int, int]]) -> None:
-        """Raises `DataError` unless the files, as they were read, are those of the manifest."""
+        """Raises `DataError` unless the digests of the files read are those in the manifest."""
         if self.saved is not None:
             for name, digest in zip(self.names, digests, strict=True):
                 self.saved.check(name, digest)
@@ -55,25 +55,25 @@ def open_shards(basename: StrPath, saved: Saved | None = None) -> Shards:
     """The files ``<basename>-?????-of-?????`` of one save.
 
     Args:
-        basename: the beginning of their names.
-        saved: the manifest that names them; by default the one next to them. Without any, the files in the folder.
+        basename: the prefix of their names.
+        saved: the manifest that lists them; by default the one next to them. Without one, all files in the folder.
 
     Raises:
-        CheckpointNotFoundError: there is no shard at all.
-        DataError: shards of different counts are mixed, an index is not below its count, or one is missing.
+        CheckpointNotFoundError: there are no shards.
+        DataError: shards with different counts are mixed, an index is not below its count, or a shard is missing.
     """
     base = os.fspath(basename)
     saved = saved or find_saved(base)
     if saved is None:
         found = shard_files(base)
-        paths = [found[key] for key in _whole(base, found)]
+        paths = [found[key] for key in _check_complete(base, found)]
         return Shards(paths, [os.path.basename(path) for path in paths], None)
     prefix = os.path.relpath(base, saved.folder or ".")
     matches = {name: _SHARD.fullmatch(name, len(prefix)) for name in saved.files if name.startswith(prefix)}
     named = {(int(m[1]), int(m[2])): name for name, m in matches.items() if m}
-    keys = _whole(base, named)
-    there = {key: named[key] for key in keys if os.path.isfile(saved.path(named[key]))}
-    _whole(base, there | _others(base, saved), len(keys))
+    keys = _check_complete(base, named)
+    existing = {key: named[key] for key in keys if os.path.isfile(saved.path(named[key]))}
+    _check_complete(base, existing | _others(base, saved), len(keys))
     return Shards([saved.path(named[key]) for key in keys], [named[key] for key in keys], saved)
 
 
@@ -83,7 +83,7 @@ def find_shards(basename: StrPath) -> list[str]:
 
 
 def has_shards(basename: StrPath) -> bool:
-    """Whether there is a file of a save, whole or not."""
+    """Whether any file of a save exists, even if the save is incomplete."""
     base = os.fspath(basename)
     return os.path.isfile(f"{base}.manifest") or bool(shard_files(base))
 
@@ -109,15 +109,15 @@ def shard_files(basename: StrPath) -> dict[tuple[int, int], str]:
 
 
 def _others(base: str, saved: Saved) -> dict[tuple[int, int], str]:
-    """Shards next to those of a save that are not its own, nor those of the save that it replaced."""
+    """Shards next to those of a save that belong neither to it nor to the save that it replaced."""
     own = {*saved.files, *saved.fields.get("replaces", ())}
     return {
         key: path for key, path in shard_files(base).items() if os.path.relpath(path, saved.folder or ".") not in own
     }
 
 
-def _whole(base: str, found: dict[tuple[int, int], str], expected: int = 0) -> list[tuple[int, int]]:
-    """(index, count) of every shard, by index; raises unless they are those of one save."""
+def _check_complete(base: str, found: dict[tuple[int, int], str], expected: int = 0) -> list[tuple[int, int]]:
+    """(index, count) of every shard, by index; raises unless they form one complete save."""
     if not found and not expected:
         raise CheckpointNotFoundError(f"there is no checkpoint {base!r}: no file matches {base}-?????-of-?????")
     counts = sorted({count for _, count in found} | ({expected} if expected else set()))
@@ -136,14 +136,14 @@ def _whole(base: str, found: dict[tuple[int, int], str], expected: int = 0) -> l
 
 
 def remove_other_counts(basename: StrPath, count: int) -> None:
-    """Removes shards that an earlier save left under another count."""
+    """Removes shards from an earlier save with a different count."""
     for (_, other), path in shard_files(basename).items():
         if other != count:
             os.unlink(path)
 
 
 def shard_rule(shard: Sequence[int] | None) -> tuple[int, int]:
-    """``(index, count)`` or ``(index, count, empty_rank0)`` as the rule ``id mod modulus == residue``.
+    """Converts ``(index, count)`` or ``(index, count, empty_rank0)`` to the rule ``id mod modulus == residue``.
 
     With an empty rank 0 the others share the ids: rank r has those with ``id mod (count - 1) == r - 1``.
     """
@@ -153,5 +153,5 @@ def shard_rule(shard: Sequence[int] | None) -> tuple[int, int]:
         raise ConfigError(f"shard must be (index, count) with 0 <= index < count, got {tuple(shard)}")
     index, count, *empty = shard
     if empty and empty[0] and count > 1:
-        return count - 1, index - 1  # residue -1 is nobody's
+        return count - 1, index - 1  # no id has residue -1
     return count, index

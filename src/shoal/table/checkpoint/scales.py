@@ -1,4 +1,4 @@
-"""The quantisation scales of one_bit segments, in a small file beside the records, which have no room for them."""
+"""The quantization scales of one_bit segments, in a small file next to the records, which have no field for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Scales = dict[str, list[float]]
 
 
 def has_scales(config: EmbeddingHashTableConfig) -> bool:
-    """Whether lookups of the table depend on a scale that training moves."""
+    """Whether the table's lookups depend on a scale that training changes."""
     entry = config.entry_config
     return entry.entry_type == EntryConfig.TRAINING and any(s.comp_config.HasField("one_bit") for s in entry.segments)
 
@@ -32,14 +32,14 @@ def save_scales(path: StrPath, scales: Mapping[str, Sequence[float]]) -> FileDig
 
 
 def load_scales(basename: StrPath, saved: Saved | None = None) -> Scales:
-    """Table name -> scale per segment; empty when the checkpoint has none, as one of another system.
+    """Table name -> scale per segment; empty if the checkpoint has none, such as one from another system.
 
     Args:
-        basename: of the table's files.
-        saved: the manifest that names them; by default the one next to them.
+        basename: the basename of the table's files.
+        saved: the manifest that lists them; by default the one next to them.
 
     Raises:
-        DataError: the file is there but is damaged, or not a file of scales.
+        DataError: the file exists but is damaged, or is not a file of scales.
     """
     path = scales_path(basename)
     saved = saved or find_saved(basename)
@@ -58,12 +58,12 @@ def load_scales(basename: StrPath, saved: Saved | None = None) -> Scales:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"{path}: not a JSON file: {error}") from error
     if not isinstance(content, dict) or content.get("format") != "shoal.scales" or content.get("version") != 1:
-        raise DataError(f"{path}: not a file of scales, version 1")
+        raise DataError(f"{path} is not a file of scales of version 1")
     return check_scales(content.get("scales"), path)
 
 
 def check_scales(scales: object, where: str) -> Scales:
-    """Checks what came out of a file: table name -> finite numbers."""
+    """Checks scales read from a file: table name -> finite numbers."""
     good = isinstance(scales, dict) and all(
         isinstance(of_table, list)
         and all(isinstance(s, float | int) and not isinstance(s, bool) and math.isfinite(s) for s in of_table)

@@ -1,4 +1,4 @@
-"""`Share`: what one process has of a table's rows, for whoever saves or loads the table as a whole."""
+"""`Share`: one process's part of a table's rows, for code that saves or loads the entire table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STATES: dict[str, list[tuple[int, int]]] = dict(_core.OPTIMIZERS)
 
 
 class Tile(NamedTuple):
-    """Bytes of a row as this process has it, and where they begin in a whole row."""
+    """Bytes of this process's slice of a row, and where they start in the full row."""
 
     begin: int
     end: int
@@ -31,54 +31,54 @@ class Tile(NamedTuple):
 class Share:
     """The rows, or slices of rows, of one process.
 
-    Rows go to the process by their id (``id mod count == index``), and a process may have some columns of them.
+    A process has the rows with ``id mod count == index``, or only some of their columns.
     """
 
     table: HashTable
-    """Has the rows of this process."""
+    """The table with this process's rows."""
     shape: HashTable
-    """Is laid out as whole rows are."""
+    """A table with the layout of full rows."""
     rank: int = 0
     ranks: int = 1
     first_column: int = 0
     saves: tuple[int, int] | None = (0, 1)
-    """Index and count of the ids whose rows this process saves; None: others do."""
+    """Index and count of the ids whose rows this process saves; None: other processes save them."""
     keeps: tuple[int, int] | None = (0, 1)
-    """Likewise: of the ids whose rows it has."""
+    """Index and count of the ids whose rows this process has."""
     sliced: bool = False
-    """Whether processes have columns of rows, each with rows of all ids."""
+    """Whether processes divide the columns of rows, each with slices of all ids."""
     leads: bool = True
-    """Whether it saves what the slices of a row have in common: its id, its time, the state of the row as a whole."""
+    """Whether this process saves the data that the slices of a row share: its id, its time and the state per row."""
     gather: Callable[[int], list[int]] = lambda number: [number]
-    """A number of every process; all of them call it together."""
+    """Gathers one number from every process; all processes must call it together."""
 
     @property
     def compatible(self) -> tuple[Any, ...]:
-        """Equal for shares that have the same rows of a table."""
+        """A key that is equal for shares with the same rows of a table."""
         return self.keeps, self.first_column, self.table.dim_size, self.shape.dim_size
 
     def owned(self, ids: Tensor) -> Tensor:
-        """Which of ``ids`` are those whose rows this process has."""
+        """Which of ``ids`` belong to this process."""
         return _of(ids, self.keeps)
 
     def saved_ids(self, rows: Any) -> Tensor:
-        """The ids whose rows this process saves, of ``rows`` (its table or a copy), in no particular order."""
+        """The ids in ``rows`` (its table or a copy) whose rows this process saves, in no particular order."""
         if self.saves is None:
             return torch.empty(0, dtype=torch.int64, device="cpu")
         ids = torch.cat(list(rows.all_ids()))
         return ids if self.saves == self.keeps else ids[_of(ids, self.saves)]
 
     def bytes_of_rows(self) -> tuple[int, int, int, int]:
-        """Bytes of weights and of state, in the rows of this process and in whole ones."""
+        """Bytes of weights and of state, in this process's rows and in full rows."""
         return *layout_bytes(self.table), *layout_bytes(self.shape)
 
     def head_tiles(self) -> list[Tile]:
-        """Where this process's weights are in a whole row's."""
+        """Where this process's weights are in a full row's weights."""
         head, _ = layout_bytes(self.table)
         return [Tile(0, head, 4 * self.first_column)]
 
     def state_tiles(self, *, all_tails: bool) -> list[Tile]:
-        """Where its state is in a whole row's; the state per row is part of the leader's slice, or of all of them."""
+        """Where this process's state is in a full row's state. State per row is in the leader's slice, or in all."""
         _, state, head, _ = self.bytes_of_rows()
         if not self.sliced:
             return [Tile(0, state, 0)]
@@ -92,14 +92,14 @@ class Share:
 
 
 def share_of(table: Any) -> Share | None:
-    """The share of this process; None of a table whose rows are elsewhere."""
+    """The share of this process; None for a table whose rows are elsewhere."""
     if hasattr(table, "share"):
         return table.share()
     return Share(table, table) if getattr(table, "local_state", False) else None
 
 
 def layout_bytes(table: HashTable) -> tuple[int, int]:
-    """Bytes of weights and of state in a row; a serving row is all weights."""
+    """Bytes of weights and of state in a row; a serving row has only weights."""
     layout = table.staging()._native.layout
     head = layout.row_bytes if table.serving else 4 * layout.dim
     return head, layout.row_bytes - head

@@ -1,4 +1,4 @@
-"""One table to files and back."""
+"""Saving and restoring of one table."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from shoal.table.table import HashTable
 
 Progress = _core.Progress
-"""Watches a long save or load from another thread: ``rows`` and ``bytes`` so far; ``cancel()`` ends it."""
+"""The progress of a long save or load, for another thread: ``rows`` and ``bytes`` so far; ``cancel()`` ends it."""
 
 Source = tuple[_core.Table, _core.Expiry | None, int] | tuple[_core.Table, _core.Expiry | None, int, Any, int]
-"""What a save takes of a table: the table, what makes a row stale, and the epoch that changes are wanted since. For
-rows that live elsewhere also a function that takes one of the parts, and how many there are."""
+"""The rows for a save: the table, the expiry rule, and the epoch since which changes are saved. For rows outside the
+table, also a function that reads one part of them, and the number of parts."""
 
 
 def save_table(
@@ -37,22 +37,21 @@ def save_table(
 ) -> None:
     """Writes the rows of ``table`` that are not stale to ``<basename>-00000-of-0000N``.
 
-    ``<basename>.manifest`` names these files with their digests. A save under the name of an earlier one replaces it in
-    one step, so that a crash leaves the one or the other. Other threads may read and write the table meanwhile; each
-    row is then as it was at one moment of the save.
+    ``<basename>.manifest`` lists these files with their digests. A save with the name of an earlier one replaces it
+    atomically, so a crash leaves one of the two. Other threads can read and write the table meanwhile; each row is
+    saved as it was at some moment during the save.
 
     Args:
         table: a training table.
-        basename: beginning of the file names; missing folders are made.
-        random_sleep_ms: each shard waits a random time below it before it begins, so that many tables do not begin at
-            once.
+        basename: the prefix of the file names; missing folders are created.
+        random_sleep_ms: each shard first waits a random time below this, so that many tables do not start at once.
         progress: counts rows as they are written; its ``cancel()`` ends the save.
-        state: False leaves out what optimizers keep; a table for serving reads such files, one that trains does not.
+        state: False leaves out optimizer state; serving tables can read such files, training tables cannot.
 
     Raises:
         UnsupportedError: the table is for serving.
-        OSError: the disk is full or the folder cannot be written; then no file has changed.
-        CancelledError: by ``progress``.
+        OSError: the disk is full or the folder cannot be written; no file has changed.
+        CancelledError: ``progress`` was cancelled.
     """
     if table.serving:
         raise UnsupportedError(f"table {table.name!r}: save is not supported by serving entries")
@@ -84,12 +83,12 @@ def save_shards(
 
     Args:
         sources: the rows, source after source in each file.
-        basename: the beginning of the files' names.
-        count: how many files.
-        into: the save that they become part of; None for files in a folder that nobody looks at yet.
+        basename: the prefix of the files' names.
+        count: the number of files.
+        into: the save that the files are added to; None for files in a folder that no reader uses yet.
 
     Returns:
-        The rows in each file, by source; and the digest of each file, by name.
+        The number of rows in each file, by source; and the digest of each file, by name.
     """
     make_parents(basename)
     paths = [naming.shard_path(basename, index, count) for index in range(count)]
@@ -105,7 +104,7 @@ def save_shards(
 
 
 def add_scales(save: BasenameSave, basename: str, scales: dict[str, list[float]]) -> None:
-    """Makes the scales of a table, if it has any, part of a save."""
+    """Adds the scales of a table, if it has any, to a save."""
     if scales:
         path = scales_path(basename)
         save.add(path, save_scales(save.temporary(path), scales))
@@ -122,22 +121,22 @@ def restore_table(
 ) -> None:
     """Replaces all rows of ``table`` with those of a checkpoint.
 
-    Everything is read and checked before the table changes; the change itself is one step for every other thread.
-    While the files are read both the old rows and the new take memory.
+    Everything is read and checked before the table changes; the change is atomic for other threads. While the files are
+    read, both the old and the new rows take memory.
 
     Args:
-        table: a training table of the same shape, or a serving one, which keeps the weights alone.
-        basename: what `save_table` got; several of them for a table that was saved in parts by several processes.
-        strict: False keeps the weights of records whose optimizer state does not fit, and starts that state afresh.
-        shard: ``(index, count)`` takes only the ids with ``id mod count == index``, so that a table saved by W
-            processes is read by any other number of them; ``(index, count, True)`` leaves rank 0 empty.
+        table: a training table with the same layout, or a serving table, which keeps only the weights.
+        basename: the basename given to `save_table`; several for a table that several processes saved in parts.
+        strict: False accepts records whose optimizer state does not fit: weights are kept and the state starts fresh.
+        shard: ``(index, count)`` takes only the ids with ``id mod count == index``, so that any number of processes can
+            read a table saved by W processes; ``(index, count, True)`` leaves rank 0 empty.
         progress: counts records as they are read; its ``cancel()`` ends the load.
-        saved: the manifest that names the files; by default ``<basename>.manifest``, where there is one.
+        saved: the manifest that lists the files; by default ``<basename>.manifest``, if it exists.
 
     Raises:
         CheckpointNotFoundError: there are no such files.
-        DataError: a file is missing, damaged or of a table of another shape, or an id comes twice. The table is as it
-            was.
+        DataError: a file is missing, damaged or from a table with a different layout, or an id occurs twice. The table
+            is unchanged.
     """
     if table.on_gpu:
         staged = table.staging()  # type: ignore[attr-defined]
@@ -159,7 +158,7 @@ def _restore(
     progress: _core.Progress | None,
     saved: Saved | None,
 ) -> None:
-    """`restore_table` of a table on the CPU, once."""
+    """One attempt of `restore_table`, for a table on the CPU."""
     with naming_table(table.name):
         if not bases:
             raise naming.CheckpointNotFoundError("there is no checkpoint to restore: the list of basenames is empty")
@@ -179,10 +178,11 @@ def _restore(
 def restore_files(
     table: HashTable, files: Sequence[naming.Shards], before_commit: Callable[[], None] = lambda: None
 ) -> None:
-    """Replaces all rows of ``table`` with those of the files; ``before_commit`` may still raise, and nothing changes.
+    """Replaces all rows of ``table`` with those in the files; if ``before_commit`` raises, nothing changes.
 
     Raises:
-        DataError: a file is damaged or of a table of another shape, or an id comes twice. The table is as it was.
+        DataError: a file is damaged or from a table with a different layout, or an id occurs twice. The table is
+            unchanged.
     """
     target: Any = table.staging()
     with naming_table(table.name):
@@ -195,10 +195,10 @@ def restore_files(
 
 
 def begin_load(table: HashTable, strict: bool = True, shard: Sequence[int] | None = None) -> _core.Load:
-    """A load of rows that ``table`` will have; see `restore_table`.
+    """Starts a load of rows for ``table``; see `restore_table`.
 
-    Where no record has a time, as version 0.1 wrote them when it was given none, all count as written now in a table
-    that reads the clock and expires rows: its first write would otherwise make them decades old.
+    If no record has a time (version 0.1 wrote a time only if one was given), a table that uses the clock and expires
+    rows treats all of them as written now. Otherwise they would expire at its first write.
     """
     about_to_change(table)
     now, expiry = int(time.time()), table.table_config.slot_expire_time_config
@@ -208,7 +208,7 @@ def begin_load(table: HashTable, strict: bool = True, shard: Sequence[int] | Non
 
 
 def read_shards(load: _core.Load, files: Sequence[naming.Shards], progress: _core.Progress | None = None) -> int:
-    """Reads files into a load and checks their digests; the number of records taken."""
+    """Reads files into a load and checks their digests; returns the number of records taken."""
     taken, digests = load.read([path for each in files for path in each.paths], progress)
     for each in files:
         each.check(digests[: len(each.paths)])
@@ -217,13 +217,13 @@ def read_shards(load: _core.Load, files: Sequence[naming.Shards], progress: _cor
 
 
 def check_distinct(load: _core.Load, taken: int) -> None:
-    """Raises when ids came twice: which of their rows is right cannot be known."""
+    """Raises if ids occurred twice, because it is unknown which of their rows is right."""
     if load.rows() != taken:
-        raise DataError(f"{taken - load.rows()} of the {taken} records have an id that another record has, too")
+        raise DataError(f"{taken - load.rows()} of the {taken} records repeat the id of another record")
 
 
 def pick_scales(table: HashTable, scales: dict[str, list[float]]) -> list[float] | None:
-    """The scales saved for ``table``, or those of the only table in the file, whatever its name was then."""
+    """The scales saved for ``table``, or those of the only table in the file, whatever its name."""
     found = scales.get(table.name) or (next(iter(scales.values())) if len(scales) == 1 else None)
     if found is None:
         return None
@@ -235,12 +235,12 @@ def pick_scales(table: HashTable, scales: dict[str, list[float]]) -> list[float]
 
 @contextmanager
 def naming_table(name: str) -> Iterator[None]:
-    """Puts the table's name before what went wrong with its files."""
+    """Adds the table's name to the messages of errors about its files."""
     try:
         yield
     except naming.CheckpointNotFoundError as error:
         raise naming.CheckpointNotFoundError(f"table {name!r}: {error}") from None
     except DataError as error:
-        raise DataError(f"table {name!r}: {error}; the table is as it was") from None
+        raise DataError(f"table {name!r}: {error}; the table is unchanged") from None
     except CancelledError:
         raise CancelledError(f"table {name!r}: the checkpoint was cancelled") from None

@@ -1,4 +1,4 @@
-"""A table as tensors with fixed names, for the ``state_dict`` of modules, and back."""
+"""Conversion of a table to and from tensors with fixed names, for the ``state_dict`` of modules."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from shoal.table.table import HashTable
 
 NAMES = ("ids", "rows", "state", "times", "config", "scales")
 KEPT = "kept"
-"""What a table with a budget has besides: what its policy keeps of each row."""
+"""Additional tensor of a table with a budget: its eviction policy's state of each row."""
 
 
 def table_state(table: HashTable) -> dict[str, Tensor]:
-    """All rows, in no particular order.
+    """All rows as tensors, in no particular order.
 
     ``ids`` int64 ``[n]``; ``rows`` float32 ``[n, dim]`` (the stored bytes of a serving table); ``state`` uint8
-    ``[n, bytes]``, the optimizer's; ``times`` int64 ``[n]``, seconds; ``config`` uint8, the serialized `EntryConfig`;
-    ``scales`` float32, one a segment; of a table with a budget also ``kept`` int64 ``[n]``, what its policy keeps.
-    Costs two copies of the rows while it runs. Each row is consistent; rows written meanwhile may be in or not.
+    ``[n, bytes]``, the optimizer state; ``times`` int64 ``[n]``, seconds; ``config`` uint8, the serialized
+    `EntryConfig`; ``scales`` float32, one per segment; for a table with a budget also ``kept`` int64 ``[n]``, the
+    eviction policy's state. Takes the memory of two copies of the rows while it runs. Each row is consistent; rows
+    written meanwhile can be included or not.
     """
     native = table.staged()._native
     copied = _core.copy_rows(native)
@@ -45,10 +46,10 @@ def table_state(table: HashTable) -> dict[str, Tensor]:
 
 
 def load_table_state(table: HashTable, state: dict[str, Tensor]) -> None:
-    """Replaces all rows of ``table``, in one step for other threads; those that a budget has room for.
+    """Replaces all rows of ``table``, atomically for other threads. With a budget, only rows that fit are kept.
 
     Raises:
-        DataError: the tensors do not fit together or are of another kind of table; nothing was changed.
+        DataError: the tensors do not fit together or are from another kind of table; nothing has changed.
     """
     ids, rows, states, times, config, scales = (state[name].detach().cpu().contiguous() for name in NAMES)
     load = RowLoad(table, config)
@@ -57,10 +58,10 @@ def load_table_state(table: HashTable, state: dict[str, Tensor]) -> None:
 
 
 class RowLoad:
-    """Rows on their way into a table, some at a time, which replace all others when they are complete."""
+    """A load of rows into a table in several batches; `commit` replaces all rows of the table with them."""
 
     def __init__(self, table: HashTable, config: Tensor, shape: HashTable | None = None) -> None:
-        """``config`` is that of the rows (of ``shape``, which has whole rows where ``table`` has slices)."""
+        """``config`` is the rows' configuration (that of ``shape``, with full rows, if ``table`` has slices)."""
         _check_config(table if shape is None else shape, config)
         self._table = table
         staging = table.staging()._native
@@ -72,7 +73,7 @@ class RowLoad:
         self._latest = 0
 
     def add(self, ids: Tensor, rows: Tensor, states: Tensor, times: Tensor, kept: Tensor | None = None) -> None:
-        """Takes rows as `table_state` gives them."""
+        """Adds rows in the form that `table_state` returns."""
         table, n = self._table, ids.numel()
         if not table.serving and rows.is_floating_point():
             rows = rows.float()
@@ -94,7 +95,7 @@ class RowLoad:
         self._latest = max(self._latest, int(times.max()) if n else 0)
 
     def commit(self, scales: Tensor) -> None:
-        """Replaces all rows of the table by these."""
+        """Replaces all rows of the table with the rows added."""
         table, native = self._table, self._native
         _check(table, "scales", scales, torch.float32, [len(native.scales())])
         n = sum(ids.numel() for ids in self._ids)
@@ -106,7 +107,7 @@ class RowLoad:
 
 
 def copy_table(table: HashTable) -> HashTable:
-    """Another table with the same configuration and rows. A filter is shared; a sync client stays with the first."""
+    """A new table with the same configuration and rows. It shares the filter, but not the sync client."""
     other = HashTable.from_config(
         table.config,
         name=table.name,
@@ -125,7 +126,7 @@ def copy_table(table: HashTable) -> HashTable:
 def _check(table: HashTable, name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
     if tensor.dtype != dtype or list(tensor.shape) != shape:
         raise DataError(
-            f"table {table.name!r}: {name} of a state dict must be {dtype} {shape} here, "
+            f"table {table.name!r}: {name} of a state dict must be {dtype} {shape}, "
             f"got {tensor.dtype} {list(tensor.shape)}"
         )
 
@@ -136,14 +137,13 @@ def _check_config(table: HashTable, config: Tensor) -> None:
         theirs.ParseFromString(bytes(config.to(torch.uint8).numpy()))
     except Exception as error:
         raise DataError(f"table {table.name!r}: config is not a serialized EntryConfig ({error})") from None
-    have, came = (_kinds(entry) for entry in (table.table_config.entry_config, theirs))
-    if have != came:
-        raise DataError(f"table {table.name!r} has rows of {have}, but the state dict is of {came}")
+    have, given = (_kinds(entry) for entry in (table.table_config.entry_config, theirs))
+    if have != given:
+        raise DataError(f"table {table.name!r} has rows of {have}, but the state dict has rows of {given}")
 
 
 def _kinds(entry: EntryConfig) -> list[str]:
-    """What decides how a row is laid out; hyperparameters may differ."""
-    kinds = [f"{segment.dim_size} x {segment.opt_config.WhichOneof('type')}" for segment in entry.segments]
-    if entry.entry_type == EntryConfig.SERVING:
-        return [f"{segment.dim_size} x {segment.comp_config.WhichOneof('type')}" for segment in entry.segments]
-    return kinds
+    """The parts of a configuration that determine the layout of a row; hyperparameters can differ."""
+    serving = entry.entry_type == EntryConfig.SERVING
+    configs = [(s.dim_size, s.comp_config if serving else s.opt_config) for s in entry.segments]
+    return [f"{dim} x {config.WhichOneof('type')}" for dim, config in configs]

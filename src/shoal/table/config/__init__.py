@@ -1,1 +1,1 @@
-"""What a table is made of: segments, optimizers, initializers, compressors, rates."""
+"""Table configuration: segments, optimizers, initializers, compressors and learning rates."""

@@ -1,4 +1,4 @@
-"""The configurations of a `MultiHashTable`, worked out once for the many that are built from them."""
+"""The configurations of a `MultiHashTable`, computed once and shared by all tables built from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.table.config.messages import EmbeddingHashTableConfig, MultiEmbedding
 
 @dataclass(frozen=True)
 class CachedConfig:
-    """The configurations of a `MultiHashTable`, worked out once for many."""
+    """The configurations of a `MultiHashTable`, computed once for many tables."""
 
     configs: dict[str, HashTableConfigInstance]
     """Sorted by name."""
@@ -19,10 +19,10 @@ class CachedConfig:
     """A `MultiEmbeddingHashTableConfig`."""
     dims: list[int]
     slot_expire_time_config: bytes
-    """Of the first table that has one; it is also used for tables without one."""
+    """The expiry of the first table that has one; tables without one use it too."""
 
     def own(self, name: str) -> HashTableConfigInstance:
-        """The configuration of one table, with the first one's expiry if it has none."""
+        """The configuration of one table, with the shared expiry if it sets none."""
         config = self.configs[name]
         message = EmbeddingHashTableConfig()
         message.CopyFrom(config.table_config)
@@ -32,7 +32,7 @@ class CachedConfig:
 
 
 def convert_to_cached_config(configs: Mapping[str, HashTableConfigInstance]) -> CachedConfig:
-    """What `MultiHashTable.from_cached_config` builds tables from."""
+    """Prepares configurations for `MultiHashTable.from_cached_config`."""
     ordered = {name: configs[name] for name in sorted(configs)}
     messages = [config.table_config for config in ordered.values()]
     expiry = [m.slot_expire_time_config for m in messages if m.HasField("slot_expire_time_config")]

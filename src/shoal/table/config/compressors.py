@@ -1,4 +1,4 @@
-"""How serving tables store weights and what training lookups show, as the classes configurations are written with."""
+"""Compressor classes for configurations: how serving tables store weights and how training lookups round them."""
 
 from typing import Any
 
@@ -27,5 +27,5 @@ class Fp32Compressor(_Compressor, kind="fp32"): ...
 
 
 def as_compressor_config(compressor: Any) -> FloatCompressorConfig:
-    """The message of a compressor object, or the message itself."""
+    """The message for a compressor object; a message is returned unchanged."""
     return as_config(compressor, FloatCompressorConfig, "compressor")

@@ -1,4 +1,4 @@
-"""`DcOptimizer`: delay compensation around another optimizer, used by hand on one row's weights."""
+"""`DcOptimizer`: delay compensation around another optimizer, called directly on one row's weights."""
 
 from typing import Any
 
@@ -16,9 +16,10 @@ from shoal.table.reference.quantizers import stochastic_round_float16
 class DcOptimizer:
     """Corrects a gradient that was computed at older weights before the wrapped optimizer uses it.
 
-    ``optimize_with_latest_value`` steps with ``g + lambda_ * g^2 * (w - latest)``, where ``latest`` are the weights the
-    gradient was computed at; ``optimize`` is the wrapped optimizer alone. Both change ``state`` and the float32 tensor
-    ``w`` in place; ``g`` and ``latest`` are only read. ``lrs`` is the learning rate, a number or a vector of one.
+    ``optimize_with_latest_value`` steps with ``g + lambda_ * g^2 * (w - latest)``, where ``latest`` holds the weights
+    that the gradient was computed at; ``optimize`` is the wrapped optimizer alone. Both change ``state`` and the
+    float32 tensor ``w`` in place; ``g`` and ``latest`` are only read. ``lrs`` is the learning rate, a number or a
+    vector with one element.
 
     >>> dc = DcOptimizer(0.5, SgdOptimizer(), dim_size=2)
     >>> w = torch.tensor([0.5, -0.25])
@@ -30,7 +31,7 @@ class DcOptimizer:
             raise ConfigError(f"DcOptimizer: dim_size must be above 0, got {dim_size}")
         config = as_optimizer_config(optimizer)
         if config.WhichOneof("type") == "dc":
-            raise ConfigError("DcOptimizer: optimizer must be of another kind than dc, got dc")
+            raise ConfigError("DcOptimizer: optimizer must not be another dc optimizer")
         validate_optimizer(config, dim_size, "DcOptimizer: ")
         self.lambda_ = float(lambda_)
         self.dim_size = int(dim_size)
@@ -43,7 +44,7 @@ class DcOptimizer:
         return self._optimizer.init(self.dim_size)
 
     def dump(self, state: State) -> OptimizerDump:
-        """The state as checkpoints keep it."""
+        """The state in the form that checkpoints store."""
         single = self._optimizer.dump(state)
         return OptimizerDump(dump=[] if single is None else [single])
 

@@ -1,4 +1,4 @@
-"""Durations and sizes as people write them: "30d", "2h", "8GiB"."""
+"""Parsers for durations and sizes written as text: "30d", "2h", "8GiB"."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _BYTES = {"": 1, "b": 1} | {
 
 
 def seconds_of(duration: timedelta | str, what: str) -> int:
-    """Whole seconds of a ``timedelta``, or of text: ``"90s"``, ``"10m"``, ``"2h"``, ``"30d"``, ``"2w"``, ``"1y"``.
+    """Whole seconds in a ``timedelta`` or in text: ``"90s"``, ``"10m"``, ``"2h"``, ``"30d"``, ``"2w"``, ``"1y"``.
 
     Raises:
-        ConfigError: it is neither, is negative or has fractions of a second.
+        ConfigError: ``duration`` is neither, is negative or has fractions of a second.
     """
     if isinstance(duration, str):
         number, unit = duration[:-1].strip(), duration[-1:]
@@ -38,10 +38,10 @@ def seconds_of(duration: timedelta | str, what: str) -> int:
 
 
 def bytes_of(size: Any, what: str) -> int:
-    """Bytes of a number, or of text such as ``"8GiB"`` or ``"500MB"``.
+    """Bytes from a number, or from text such as ``"8GiB"`` or ``"500MB"``.
 
     Raises:
-        ConfigError: it is neither, or not above 0.
+        ConfigError: ``size`` is neither, or is not above 0.
     """
     count: float = 0
     if isinstance(size, str):

@@ -1,4 +1,4 @@
-"""Table configurations: segments put together, a table's configuration with its learning rates."""
+"""Table configurations: segments, and a table's configuration with its learning rates."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from shoal.table.config.optimizer import as_optimizer_config
 
 
 def CombineAsSegment(dim_size: int, initializer: Any, optimizer: Any, compressor: Any = None) -> EntryConfig.Segment:
-    """A segment of ``dim_size`` weights; each of the three is an object of this module or a ready message."""
+    """A segment of ``dim_size`` weights; the other arguments are configuration objects or protobuf messages."""
     segment = EntryConfig.Segment(dim_size=dim_size)
     segment.init_config.CopyFrom(as_initializer_config(initializer))
     segment.opt_config.CopyFrom(as_optimizer_config(optimizer))
@@ -26,7 +26,7 @@ def CombineAsSegment(dim_size: int, initializer: Any, optimizer: Any, compressor
 
 @dataclass
 class CuckooHashTableConfig:
-    """The table's kind and size hint; with ``feature_evict_every_n_hours`` above 0 stale rows are evicted so often."""
+    """The kind and expected size of a table. ``feature_evict_every_n_hours`` above 0 evicts stale rows that often."""
 
     initial_capacity: int = 1
     feature_evict_every_n_hours: int = 0
@@ -44,7 +44,7 @@ class HashTableConfigInstance:
     """A table's configuration with one learning rate per segment.
 
     ``str()`` of two instances is equal exactly when their serialized configurations and the ``str()`` of their rates
-    are; tables with equal strings may be merged. A lambda's ``str`` is unique, so use numbers or
+    are; tables with equal strings can be merged. A lambda's ``str`` is unique, so use numbers or
     `LearningRateFunction` objects for tables that should merge.
     """
 
@@ -61,13 +61,13 @@ class HashTableConfigInstance:
         self.extra_restore_names = list(extra_restore_names or ())
 
     def call_learning_rate_fns_fewer_ops(self, global_step: Any = None) -> list[float]:
-        """The rates at ``global_step`` (the process-wide step when None), in segment order."""
+        """The learning rates at ``global_step`` (None: the process-wide step), in segment order."""
         if not len(self.learning_rate_fns):
             raise ConfigError("learning_rate_fns must have one learning rate per segment, got none")
         return [_rate(fn, global_step) for fn in self.learning_rate_fns]
 
     def call_learning_rate_fns(self, global_step: Any = None) -> torch.Tensor:
-        """The same as a float32 vector."""
+        """The learning rates at ``global_step`` as a float32 vector."""
         return torch.tensor(self.call_learning_rate_fns_fewer_ops(global_step), dtype=torch.float32, device="cpu")
 
     def __str__(self) -> str:
@@ -87,5 +87,5 @@ def _rate(fn: Any, global_step: Any) -> float:
 
 
 def infer_dim_size(table_config: EmbeddingHashTableConfig) -> int:
-    """The table's dimension: the sum of its segments'."""
+    """The table's dimension: the sum of its segments' dimensions."""
     return sum(segment.dim_size for segment in table_config.entry_config.segments)

@@ -1,4 +1,4 @@
-"""What a new row's weights are, as the classes that table configurations are written with."""
+"""Initializer classes for table configurations: the weights of a new row."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ class RandomUniformInitializer(_Initializer, kind="random_uniform"):
 
 
 class BatchSoftmaxInitializer:
-    """The first guess of the steps between two appearances of an id, for `BatchSoftmaxOptimizer`."""
+    """The initial estimate of the steps between two appearances of an id, for `BatchSoftmaxOptimizer`."""
 
     def __init__(self, init_step_interval: float) -> None:
         if init_step_interval < 1:
@@ -43,5 +43,5 @@ class BatchSoftmaxInitializer:
 
 
 def as_initializer_config(initializer: Any) -> InitializerConfig:
-    """The message of an initializer object, or the message itself."""
+    """The message for an initializer object; a message is returned unchanged."""
     return as_config(initializer, InitializerConfig, "initializer")

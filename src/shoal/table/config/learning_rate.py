@@ -30,9 +30,9 @@ def set_global_step(step: SupportsInt) -> None:
 class LearningRateFunction(ABC):
     """A learning rate as a function of the step.
 
-    Two objects of one class with equal attributes have equal ``str()``, which is how tables with equal schedules are
-    recognised and merged. Tables call it with the ``global_step`` given to ``apply_gradients``; for a dense optimizer
-    set its rate to ``fn(step)`` before each step.
+    Objects of one class with equal attributes have equal ``str()``, so that tables with equal schedules can be merged.
+    Tables call the function with the ``global_step`` given to ``apply_gradients``. For a dense optimizer, set its rate
+    to ``fn(step)`` before each step.
     """
 
     @abstractmethod
@@ -47,10 +47,10 @@ class LearningRateFunction(ABC):
 
 
 class PolynomialDecay(LearningRateFunction):
-    """From ``initial_learning_rate`` to ``end_learning_rate`` in ``decay_steps`` along a polynomial.
+    """Polynomial decay from ``initial_learning_rate`` to ``end_learning_rate`` over ``decay_steps`` steps.
 
-    After ``decay_steps`` the rate stays at the end; with ``cycle`` the decay is stretched to the next multiple of
-    ``decay_steps`` instead. The end may exceed the start.
+    After ``decay_steps`` the rate stays at ``end_learning_rate``; with ``cycle`` the decay is stretched to the next
+    multiple of ``decay_steps`` instead. ``end_learning_rate`` can exceed ``initial_learning_rate``.
 
     >>> PolynomialDecay(0.5, 8, 0.1)(2)
     0.4
@@ -94,7 +94,7 @@ LearningRate = float | Callable[[], Any] | LearningRateFunction
 
 
 def check_rate(rate: Any, subject: str) -> None:
-    """Refuses what is neither a number nor a callable; ``subject`` begins the message."""
+    """Raises unless ``rate`` is a number or a callable; the message starts with ``subject``."""
     if callable(rate) or (isinstance(rate, Real) and not isinstance(rate, bool)):
         return
     if isinstance(rate, torch.Tensor) and rate.numel() == 1 and not rate.is_complex():

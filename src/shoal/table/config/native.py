@@ -1,4 +1,4 @@
-"""A table's configuration as the native core has it: the layout of a row, and when rows expire."""
+"""Conversion of a table's configuration for the native core: the layout of a row and when rows expire."""
 
 from shoal import _core
 from shoal.table.clock import DAY_S, HOUR_S
@@ -11,7 +11,7 @@ from shoal.table.config.messages import (
 )
 from shoal.table.config.optimizers import Optimizer
 
-# The orders of the enums in csrc/table/rows/layout.h and kinds.h.
+# In the order of the enums in csrc/table/rows/layout.h and kinds.h.
 OPTIMIZERS: tuple[str, ...] = tuple(name for name, _ in _core.OPTIMIZERS)
 INITIALIZERS = ("zeros", "ones", "constants", "random_uniform")
 CODECS = ("fp32", "fp16", "fixed_r8", "one_bit")
@@ -35,7 +35,7 @@ _ATTRIBUTE = {
 
 
 def native_layout(config: EmbeddingHashTableConfig, first_column: int = 0) -> _core.Layout:
-    """The layout of a row. ``config`` has passed `shoal.table.config.validate.validate_table_config`."""
+    """The layout of a row. ``config`` must have passed `shoal.table.config.validate.validate_table_config`."""
     serving = config.entry_config.entry_type == EntryConfig.SERVING
     segments = [native_segment(segment, serving) for segment in config.entry_config.segments]
     if first_column:
@@ -44,7 +44,7 @@ def native_layout(config: EmbeddingHashTableConfig, first_column: int = 0) -> _c
 
 
 def native_segment(segment: EntryConfig.Segment, serving: bool) -> _core.Segment:
-    """One segment; ``serving`` has neither initializer nor optimizer."""
+    """One segment; with ``serving`` it has neither initializer nor optimizer."""
     native = _core.Segment()
     native.dim = segment.dim_size
     _write_codec(native, segment.comp_config)
@@ -61,7 +61,7 @@ def _write_optimizer(native: _core.Segment, config: OptimizerConfig) -> None:
     for name, value in Optimizer.kinds[kind].native.items():
         setattr(native, name, value)
     for field in message.DESCRIPTOR.fields:
-        if field.name in _ATTRIBUTE:  # read with the message's default where it is not set
+        if field.name in _ATTRIBUTE:  # an unset field has the message's default
             setattr(native, _ATTRIBUTE[field.name], getattr(message, field.name))
     native.stochastic_rounding = config.stochastic_rounding_float16
 
@@ -87,19 +87,19 @@ def _write_codec(native: _core.Segment, config: FloatCompressorConfig) -> None:
 
 
 def native_expiry(config: SlotExpireTimeConfig) -> _core.Expiry:
-    """The native form of an expiry configuration that was validated."""
+    """The native form of a validated expiry configuration."""
     return _core.Expiry(default_expiry_s(config), list(slot_expiry_s(config).items()))
 
 
 def default_expiry_s(config: SlotExpireTimeConfig) -> int:
-    """Seconds without a write after which rows are stale, of slots without a setting of their own."""
+    """Seconds without a write after which rows are stale, for slots without their own setting."""
     if config.HasField("default_expire_hours"):
         return config.default_expire_hours * HOUR_S
     return config.default_expire_time * DAY_S
 
 
 def slot_expiry_s(config: SlotExpireTimeConfig) -> dict[int, int]:
-    """The same of slots that have one."""
+    """Slot -> seconds without a write after which its rows are stale, for slots with their own setting."""
     return {
         item.slot: item.expire_hours * HOUR_S if item.HasField("expire_hours") else item.expire_time * DAY_S
         for item in config.slot_expire_times

@@ -1,8 +1,8 @@
 """Row optimizers under short names: ``shoal.Adagrad(lr=0.05)``.
 
-Each holds its learning rate, a number or a `LearningRateFunction`. What ``torch.optim`` has is the same optimizer here,
-with the same formula and defaults: on ids that are in every batch both give the same weights.
-(`shoal.table.AdagradOptimizer` and its neighbours keep their messages' defaults.)
+Each holds its learning rate, a number or a `LearningRateFunction`. Optimizers that ``torch.optim`` also has use the
+same formula and defaults here: on ids that are in every batch both give the same weights.
+(`shoal.table.AdagradOptimizer` and the other classes there use the defaults of their protobuf messages instead.)
 """
 
 from dataclasses import KW_ONLY
@@ -40,7 +40,7 @@ class Sgd(RowOptimizer, kind="sgd"):
 
 
 class Momentum(RowOptimizer, kind="momentum"):
-    """``torch.optim.SGD`` with its momentum."""
+    """SGD with momentum, as ``torch.optim.SGD`` defines it."""
 
     lr: LearningRate = 0.001
     _: KW_ONLY
@@ -50,10 +50,10 @@ class Momentum(RowOptimizer, kind="momentum"):
 
 
 class Adagrad(RowOptimizer, kind="adagrad"):
-    """One accumulator per weight. A good first choice for ids with very different frequencies.
+    """Adagrad with one accumulator per weight; a good first choice when ids have very different frequencies.
 
     ``initial_accumulator`` above 0 makes the first steps small: under a mean loss, whose gradients are small, a row
-    hardly moves before its squared gradients add up to as much.
+    hardly moves until its squared gradients add up to that value.
     """
 
     _: KW_ONLY
@@ -80,7 +80,7 @@ class Adadelta(RowOptimizer, kind="adadelta"):
 
 
 class Adam(RowOptimizer, kind="adam"):
-    """Adam per row: the bias correction counts the updates of that id."""
+    """Adam per row: the bias correction uses the number of updates of that id."""
 
     lr: LearningRate = 0.001
     _: KW_ONLY
@@ -104,7 +104,7 @@ class AdamW(RowOptimizer, kind="adamw"):
 
 
 class Lamb(RowOptimizer, kind="lamb"):
-    """Adam whose step is as long as the row's own norm says."""
+    """Adam with each step scaled by the norm of the row's weights."""
 
     lr: LearningRate = 0.001
     _: KW_ONLY
@@ -131,7 +131,7 @@ class RmsPropV2(RowOptimizer, kind="rmspropv2"):
 
 
 class Ftrl(RowOptimizer, kind="ftrl"):
-    """FTRL-proximal; ``l1`` makes weights exactly zero."""
+    """FTRL-proximal; ``l1`` sets small weights to exactly zero."""
 
     _: KW_ONLY
     l1: float = 0.0
@@ -141,7 +141,7 @@ class Ftrl(RowOptimizer, kind="ftrl"):
 
 
 class GroupFtrl(RowOptimizer, kind="group_ftrl"):
-    """FTRL whose ``l1`` makes whole rows zero."""
+    """FTRL whose ``l1`` sets entire rows to zero."""
 
     _: KW_ONLY
     l1: float = 0.0
@@ -151,7 +151,7 @@ class GroupFtrl(RowOptimizer, kind="group_ftrl"):
 
 
 class GroupAdagrad(RowOptimizer, kind="group_adagrad"):
-    """Adagrad with one accumulator and a group lasso (``l2``) that makes whole rows zero."""
+    """Adagrad with one accumulator per row and a group lasso (``l2``) that sets entire rows to zero."""
 
     _: KW_ONLY
     l2: float = 0.0
@@ -161,14 +161,14 @@ class GroupAdagrad(RowOptimizer, kind="group_adagrad"):
 
 
 class MovingAverage(RowOptimizer, kind="moving_average"):
-    """The "gradient" is a sample and the weight its moving average; ``lr`` has no effect."""
+    """A moving average: the "gradient" is a sample and the weight averages the samples; ``lr`` has no effect."""
 
     _: KW_ONLY
     momentum: float = 0.9
 
 
 class BatchSoftmax(RowOptimizer, kind="batch_softmax"):
-    """For tables of dim 1: the weight estimates the steps between two appearances of the id."""
+    """An estimate of the steps between two appearances of the id, as its weight; for tables with dim 1."""
 
     lr: LearningRate = 0.1
 
@@ -178,14 +178,14 @@ ROW_OPTIMIZERS = RowOptimizer.kinds
 
 
 def as_row_optimizer(optimizer: Any, lr: LearningRate | None = None) -> tuple[OptimizerConfig, LearningRate]:
-    """The message and the learning rate of whatever a user may give as a table's optimizer.
+    """The message and the learning rate for a table's ``optimizer`` argument.
 
-    ``optimizer`` is a `RowOptimizer`, a name such as ``"adagrad"`` (its class with defaults), an `Optimizer`, or an
-    `OptimizerConfig`; the last two carry their rate in ``learning_rate``. ``lr`` overrides.
+    ``optimizer`` is a `RowOptimizer`, a name such as ``"adagrad"`` (that class with its defaults), an `Optimizer`, or
+    an `OptimizerConfig`; the last two have their rate in ``learning_rate``. ``lr`` overrides the rate.
     """
     if isinstance(optimizer, str):
         if optimizer not in ROW_OPTIMIZERS:
-            raise ConfigError(f"unknown optimizer {optimizer!r}; there are {', '.join(sorted(ROW_OPTIMIZERS))}")
+            raise ConfigError(f"optimizer must be one of {', '.join(sorted(ROW_OPTIMIZERS))}, got {optimizer!r}")
         optimizer = ROW_OPTIMIZERS[optimizer]()
     config = as_optimizer_config(optimizer)
     if lr is None:

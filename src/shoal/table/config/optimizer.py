@@ -1,4 +1,4 @@
-"""What the classes of row optimizers have in common: how they check themselves and become messages."""
+"""Base classes of row optimizers: validation of their fields and conversion to messages."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from shoal.errors import ConfigError
 from shoal.table.config.learning_rate import LearningRate, check_rate
 from shoal.table.config.messages import OptimizerConfig
 
-# Our field -> the message's.
+# Field of the class -> field of the message.
 _FIELD = {
     "weight_decay": "weight_decay_factor",
     "initial_accumulator": "initial_accumulator_value",
@@ -32,9 +32,9 @@ _FRACTIONS = {"momentum", "alpha", "rho"}
 @dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class RowOptimizer:
-    """Base of the optimizers that a table runs on each row it updates.
+    """Base class of the optimizers that a table runs on each row it updates.
 
-    ``stochastic_rounding``: after each step round the weights at random to float16 values (storage stays float32).
+    ``stochastic_rounding`` rounds the weights at random to float16 values after each step (storage stays float32).
     """
 
     kind: ClassVar[str]
@@ -60,7 +60,8 @@ class RowOptimizer:
                 if callable(value):
                     continue
             if field.name == "betas":
-                _check(self, "betas", len(value) == 2 and all(0 <= beta < 1 for beta in value), "be two in [0, 1)")
+                valid = len(value) == 2 and all(0 <= beta < 1 for beta in value)
+                _check(self, "betas", valid, "be two numbers in [0, 1)")
             elif field.name in _FRACTIONS:
                 _check(self, field.name, 0 <= value < 1, "be in [0, 1)")
             else:
@@ -68,7 +69,7 @@ class RowOptimizer:
                 _check(self, field.name, 0 <= number < math.inf, "be a finite number >= 0")
 
     def as_proto(self) -> OptimizerConfig:
-        """The message; a rate that is a function is not part of it."""
+        """The message. A learning rate that is a function is not part of it."""
         config = OptimizerConfig()
         message = getattr(config, self.kind)
         message.SetInParent()
@@ -83,7 +84,7 @@ class RowOptimizer:
         if not callable(self.lr) and "learning_rate" in message.DESCRIPTOR.fields_by_name:
             message.learning_rate = self.lr
         if "bias_corrected_epsilon" in message.DESCRIPTOR.fields_by_name:
-            message.bias_corrected_epsilon = True  # as torch places it
+            message.bias_corrected_epsilon = True  # as in torch.optim
         if self.stochastic_rounding:
             config.stochastic_rounding_float16 = True
         return config
@@ -96,7 +97,7 @@ def _check(optimizer: RowOptimizer, name: str, ok: bool, rule: str) -> None:
 
 @dataclass_transform()
 class Choice:
-    """One kind of a message that is a choice: a dataclass with the fields of that kind's own message.
+    """Base of the dataclasses for one alternative of a ``oneof`` message, with the fields of that alternative.
 
     A field that is None is not written, so the message's default applies.
     """
@@ -104,7 +105,7 @@ class Choice:
     message: ClassVar[type[Any]]
     kind: ClassVar[str]
     rename: ClassVar[Mapping[str, str]] = {}
-    """Fields that have another name in the message."""
+    """Fields whose name in the message is different."""
 
     def __init_subclass__(cls, *, kind: str = "") -> None:
         if kind:
@@ -127,7 +128,7 @@ class Optimizer(Choice):
 
     kinds: ClassVar[dict[str, type["Optimizer"]]] = {}
     native: ClassVar[Mapping[str, float]] = {}
-    """Attributes of the native segment that the message has no field for."""
+    """Attributes of the native segment for which the message has no field."""
     message = OptimizerConfig
     rename = {
         "l1_regularization": "l1_regularization_strength",
@@ -145,21 +146,21 @@ Config = TypeVar("Config", bound=Message)
 
 
 def as_config(given: Any, kind: type[Config], what: str) -> Config:
-    """The message ``kind`` of an object that has ``as_proto()``, of one of its choices, or the message itself."""
+    """Converts an object with ``as_proto()``, or the message of one alternative, to a message of class ``kind``."""
     if isinstance(given, kind):
         return given
-    if isinstance(given, Message):  # AdagradOptimizerConfig in place of OptimizerConfig(adagrad=...)
+    if isinstance(given, Message):  # such as AdagradOptimizerConfig instead of OptimizerConfig(adagrad=...)
         for field in kind.DESCRIPTOR.oneofs_by_name["type"].fields:
             if field.message_type is given.DESCRIPTOR:
                 return kind(**{field.name: given})
     config = given.as_proto() if hasattr(given, "as_proto") else None
     if not isinstance(config, kind):
-        hint = "; optimizers of torch step dense parameters, rows take shoal.Adam(lr=0.01) and the like"
+        hint = "; torch.optim is for dense parameters, use for example shoal.Adam(lr=0.01) for rows"
         hint = hint if "torch.optim" in f"{getattr(given, '__module__', '')}" else ""
-        raise ConfigError(f"{what} must be an object of shoal.table or of {kind.DESCRIPTOR.name}, got {given!r}{hint}")
+        raise ConfigError(f"{what} must be an object of shoal.table or a {kind.DESCRIPTOR.name}, got {given!r}{hint}")
     return config
 
 
 def as_optimizer_config(optimizer: Any) -> OptimizerConfig:
-    """The message of an optimizer object, or the message itself."""
+    """The message for an optimizer object; a message is returned unchanged."""
     return as_config(optimizer, OptimizerConfig, "optimizer")

@@ -1,7 +1,7 @@
-"""Row optimizers with the fields of their messages, as the classes that table configurations are written with.
+"""Row optimizer classes for table configurations, with the fields of their messages.
 
-A field that is ``None`` is not written, so the message's default applies; one with another default here is written even
-where the message's default differs. `shoal.Adagrad` and its neighbours are the shorter spelling for new code.
+A field that is ``None`` is not written, so the message's default applies; a field with another default here is always
+written, even if the message's default differs. New code can use the shorter `shoal.Adagrad` and similar classes.
 """
 
 from typing import Any
@@ -53,7 +53,7 @@ class AdagradOptimizer(Optimizer, kind="adagrad"):
 
 
 class RowwiseAdagradOptimizer(Optimizer, kind="rowwise_adagrad"):
-    """Adagrad with one accumulator for the whole segment: 4 bytes of state a row."""
+    """Adagrad with one accumulator for the entire segment: 4 bytes of state per row."""
 
     learning_rate: float | None = None
     initial_accumulator_value: float | None = None
@@ -62,7 +62,7 @@ class RowwiseAdagradOptimizer(Optimizer, kind="rowwise_adagrad"):
 
 
 class DynamicWdAdagradOptimizer(Optimizer, kind="dynamic_wd_adagrad"):
-    """No table can be built with ``enable_dynamic_wd``, which has no public definition."""
+    """Tables reject this optimizer with ``enable_dynamic_wd``, which has no public definition."""
 
     learning_rate: float | None = None
     initial_accumulator_value: float | None = None
@@ -155,19 +155,19 @@ class AdaGradWithGroupLassoOptimizer(Optimizer, kind="group_adagrad"):
 
 
 class MovingAverageOptimizer(Optimizer, kind="moving_average"):
-    """The "gradient" is the new sample of which the weight keeps a moving average; the rate has no effect."""
+    """A moving average: the "gradient" is a sample and the weight averages the samples; the rate has no effect."""
 
     momentum: float = 0.9
 
 
 class BatchSoftmaxOptimizer(Optimizer, kind="batch_softmax"):
-    """Only for segments of one weight: it learns the steps between two appearances of the id."""
+    """An estimate of the steps between two appearances of the id; only for segments with one weight."""
 
     learning_rate: float | None = None
 
 
 class StochasticRoundingFloat16OptimizerWrapper(Optimizer):
-    """Another optimizer, after each step of which the weights are rounded at random to float16 values."""
+    """Wraps an optimizer and rounds the weights at random to float16 values after each of its steps."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

@@ -1,10 +1,11 @@
-"""The options of ``HashTable(dim, ...)`` as the full configuration that tables are built from."""
+"""Conversion of the options of ``HashTable(dim, ...)`` to the full configuration that tables are built from."""
 
 from datetime import timedelta
 from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.table.budget.limits import write_budget
+from shoal.table.clock import DAY_S, HOUR_S
 from shoal.table.config.compressors import Fp32Compressor
 from shoal.table.config.durations import seconds_of
 from shoal.table.config.entry import CombineAsSegment, HashTableConfigInstance
@@ -14,7 +15,6 @@ from shoal.table.config.messages import CuckooEmbeddingHashTableConfig, Embeddin
 from shoal.table.config.optim import as_row_optimizer
 
 _INITIALIZERS = {"uniform": RandomUniformInitializer, "zeros": ZerosInitializer}
-_HOUR_S, _DAY_S = 3600, 86400
 _MAX = (1 << 32) - 1
 
 
@@ -30,7 +30,7 @@ def config_of_options(
     max_bytes: Any = None,
     evict: Any = None,
 ) -> HashTableConfigInstance:
-    """One segment of ``dim`` weights; every option is explained at `HashTable`."""
+    """A configuration with one segment of ``dim`` weights; see `HashTable` for the options."""
     if lr is not None:
         check_rate(lr, f"table {name!r}: lr")
     message, rate = as_row_optimizer(optimizer, lr)
@@ -52,13 +52,13 @@ def config_of_options(
 
 def _write_expiry(config: Any, expire_after: timedelta | str, name: str) -> None:
     seconds = seconds_of(expire_after, f"table {name!r}: expire_after")
-    if seconds % _HOUR_S:
+    if seconds % HOUR_S:
         raise ConfigError(f"table {name!r}: expire_after must be a whole number of hours, got {expire_after!r}")
-    if seconds // _DAY_S > _MAX or (seconds % _DAY_S and seconds // _HOUR_S > _MAX):
+    if seconds // DAY_S > _MAX or (seconds % DAY_S and seconds // HOUR_S > _MAX):
         raise ConfigError(
             f"table {name!r}: expire_after must be at most {_MAX} days, got {expire_after!r}; None means never"
         )
-    if seconds % _DAY_S:
-        config.default_expire_hours = seconds // _HOUR_S
+    if seconds % DAY_S:
+        config.default_expire_hours = seconds // HOUR_S
     else:
-        config.default_expire_time = seconds // _DAY_S
+        config.default_expire_time = seconds // DAY_S

@@ -1,4 +1,4 @@
-"""What a table configuration must satisfy before a table is built from it; every refusal names the field."""
+"""Validation of table configurations; every error names the field."""
 
 import math
 from collections.abc import Sized
@@ -72,7 +72,7 @@ def _validate_segment(segment: EntryConfig.Segment, serving: bool, where: str) -
 
 
 def validate_optimizer(config: OptimizerConfig, dim_size: int, where: str = "") -> None:
-    """Raises `ConfigError` if no segment of ``dim_size`` weights can have this optimizer; see the table's."""
+    """Raises `ConfigError` if a segment of ``dim_size`` weights cannot have this optimizer."""
     kind = config.WhichOneof("type")
     if kind is None:
         raise ConfigError(f"{where}opt_config is not set; choose an optimizer such as adagrad")
@@ -107,14 +107,14 @@ def _finite(message: Any, where: str) -> None:
 
 
 def validate_slot_expire_time_config(config: SlotExpireTimeConfig, where: str = "") -> None:
-    """Raises `ConfigError` for an override of a slot that does not exist."""
+    """Raises `ConfigError` for an override for a slot number that cannot exist."""
     for item in config.slot_expire_times:
         if item.slot > MAX_SLOT_V2:
             raise ConfigError(f"{where}slot_expire_times.slot must be 0..{MAX_SLOT_V2}, got {item.slot}")
 
 
 def validate_slot_occurrence_threshold_config(config: SlotOccurrenceThresholdConfig, where: str = "") -> None:
-    """Raises `ConfigError` for an override of a slot that does not exist."""
+    """Raises `ConfigError` for an override for a slot number that cannot exist."""
     for item in config.slot_occurrence_thresholds:
         if item.slot > MAX_SLOT_V2:
             raise ConfigError(f"{where}slot_occurrence_thresholds.slot must be 0..{MAX_SLOT_V2}, got {item.slot}")

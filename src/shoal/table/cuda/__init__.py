@@ -1,1 +1,1 @@
-"""Tables whose index and rows live in GPU memory: Triton kernels, and the host code that grows and drives them."""
+"""Tables with index and rows in GPU memory: Triton kernels, and the host code that launches them and manages memory."""

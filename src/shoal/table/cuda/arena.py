@@ -1,4 +1,4 @@
-"""`Arena`: the rows of a group of tables in GPU memory, by number; their times, and the epochs they were written in."""
+"""`Arena`: the rows of a group of tables in GPU memory, by number, with their times and the epochs of their writes."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from shoal.table.cuda.shapes import row_shape
 
 MAX_ROWS = 1 << 30
 ROW = _ROW.value
-NOBODYS = HELD.value
-"""What is kept of rows that nobody has."""
+UNUSED = HELD.value
+"""The policy state of unused rows."""
 
 
 class Arena:
-    """Rows of one layout. Row 0 is nobody's. ``rows`` arguments are int32 tensors on ``device``."""
+    """Rows of one layout. Row 0 is never used. ``rows`` arguments are int32 tensors on ``device``."""
 
     def __init__(self, layout: RowLayout, device: torch.device) -> None:
         self.layout, self.device = layout, device
         self.room = 1
-        """Rows there is memory for."""
+        """The number of rows that memory is allocated for."""
         self.words = make_store(1, torch.float32, device, min(MAX_ROWS * layout.stride, most_words(device)))
         self.times = make_store(1, torch.int32, device, MAX_ROWS)
         self.epochs: Store | None = None
         self.scores: Store | None = None
-        """What a budget's policy keeps of each row (kernels/policy.py); None without one."""
+        """The eviction policy's state of each row (kernels/policy.py); None without a budget."""
         self.timed = False
         """Whether any write so far had a time other than 0; until then no row's time is stored."""
         self.tracked = False
         """Whether the epoch of the last write of each row is stored."""
         self.watchers: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Who is told, by a call of ``changed()``, that there are more rows, times or epochs than before."""
+        """Objects whose ``changed()`` is called when memory for rows, times or epochs has grown."""
 
-    def tell(self) -> None:
-        """Has the watchers look again."""
+    def notify(self) -> None:
+        """Calls the watchers."""
         for watcher in list(self.watchers):
             watcher.changed()
 
@@ -59,14 +59,14 @@ class Arena:
         return [store for store in (self.words, self.times, self.epochs, self.scores) if store is not None]
 
     def grow(self, rows: int) -> int:
-        """Makes room for so many rows, and some more; the room that there is now.
+        """Allocates memory for at least ``rows`` rows, usually more; returns the new room.
 
         Raises:
             CapacityError: the GPU is full; nothing has changed.
         """
         if rows > MAX_ROWS:
-            raise CapacityError(f"a group of GPU tables holds {MAX_ROWS} rows at most, {rows} are needed")
-        # As much again while that is little: taking pages costs the host time.
+            raise CapacityError(f"a group of GPU tables must have at most {MAX_ROWS} rows, got {rows}")
+        # Double while that is cheap, because allocating pages takes time on the host.
         more = min(self.room, (4 << 30) // (4 * self.layout.stride))
         wanted = max(rows, min(MAX_ROWS, self.room + max(more, self.room // 8)))
         try:
@@ -74,7 +74,7 @@ class Arena:
         except CapacityError:
             if wanted == rows:
                 raise
-            self.words.grow(0, rows * self.layout.stride)  # the last ones: no more than it takes
+            self.words.grow(0, rows * self.layout.stride)  # not enough memory for more: allocate only what is needed
         room = min(MAX_ROWS, self.words.size(0) // self.layout.stride)
         for store, used in ((self.times, self.timed), (self.epochs, self.tracked)):
             if used and store is not None:
@@ -82,50 +82,49 @@ class Arena:
                 store.grow(0, room)
                 store.tensor[0, had : store.size(0)].zero_()
         self.room = room
-        self.tell()
+        self.notify()
         return room
 
     def set_room(self, room: int) -> None:
-        """There is memory for so many rows by now, and for what belongs to them."""
-        for store, first in ((self.times, 0), (self.epochs, 0), (self.scores, NOBODYS)):
+        """Sets the number of rows with memory, and grows the arrays of their times, epochs and scores."""
+        for store, first in ((self.times, 0), (self.epochs, 0), (self.scores, UNUSED)):
             if store is not None:
                 store.tensor[0, self.room : room].fill_(first)
         self.room = room
-        self.tell()
+        self.notify()
 
     def shrink(self) -> None:
-        """Gives all memory back."""
+        """Frees all memory."""
         for store in self._stores():
             store.shrink()
         self.room, self.timed, self.tracked = 1, False, False
-        self.tell()
+        self.notify()
 
     def keep_times(self) -> None:
-        """From now on rows have times; until now all were 0."""
+        """Starts to store the times of rows; all times so far were 0."""
         if not self.timed:
             self._zeros(self.times)
             self.timed = True
-            self.tell()
+            self.notify()
 
     def track(self) -> None:
-        """From now on writes leave their epoch; until now it is 0."""
+        """Starts to store the epochs of writes; all epochs so far are 0."""
         if not self.tracked:
             self.epochs = self.epochs or make_store(1, torch.int32, self.device, MAX_ROWS)
             self._zeros(self.epochs)
             self.tracked = True
-            self.tell()
+            self.notify()
 
     def keep_scores(self) -> None:
-        """Rows have what a policy keeps of them; and epochs, whether or not anybody wants them, so that memory which is
-        taken later is known now."""
+        """Starts to store an eviction policy's state of rows, and epochs, so that the memory per row never changes."""
         self.scores = make_store(1, torch.int32, self.device, MAX_ROWS)
         self.epochs = make_store(1, torch.int32, self.device, MAX_ROWS)
-        self.scores.tensor[0, :1].fill_(NOBODYS)
+        self.scores.tensor[0, :1].fill_(UNUSED)
 
     def forget_scores(self, rows: Tensor) -> None:
-        """Rows that are nobody's now."""
+        """Resets the scores of rows that are no longer used."""
         if self.scores is not None:
-            self.scores.tensor[0][rows.long()] = NOBODYS
+            self.scores.tensor[0][rows.long()] = UNUSED
 
     def _zeros(self, store: Store) -> None:
         store.grow(0, self.room)
@@ -137,15 +136,15 @@ class Arena:
         self, rows: Tensor, ids: Tensor, seed: int, *, every: bool = False, out: Tensor | None = None,
         refused: bool = False,
     ) -> None:  # fmt: skip
-        """Initial weights and states of rows marked FRESH (``every``: of all), and takes the mark away.
+        """Initializes weights and states of rows marked FRESH (``every``: of all rows), and clears the mark.
 
-        With ``out [n, dim]`` their weights are written there, too, and the mark stays; with ``refused`` also those that
-        ids without a row would have.
+        With ``out [n, dim]``, their weights are also written there, and the mark stays; with ``refused``, the initial
+        weights of ids without a row are written there, too.
         """
         n = rows.numel()
         if n == 0:
             return
-        if self.layout.serving:  # a new row has what is written to it; zeros when nothing is
+        if self.layout.serving:  # a new row holds the values written to it, or zeros
             if every:
                 self.assign(rows, torch.zeros(n, self.layout.dim, device=self.device), False)
             return
@@ -162,7 +161,7 @@ class Arena:
             )  # fmt: skip
 
     def first_rows(self, ids: Tensor, seed: int) -> Tensor:
-        """float32 ``[n, dim]``: the weights that rows of ids start with."""
+        """float32 ``[n, dim]``: the initial weights of ids."""
         n = ids.numel()
         out = torch.empty(n, self.layout.dim, dtype=torch.float32, device=self.device)
         for s in self.layout.segments:
@@ -176,7 +175,7 @@ class Arena:
     def gather(self, rows: Tensor, words: int, out: Tensor | None = None, refused: bool = False) -> Tensor:
         """The first ``words`` words of rows as float32 ``[n, words]``; zeros for row -1.
 
-        With ``out`` rows marked FRESH are left out, with ``refused`` those of -1, too: `start_fresh` has written them.
+        With ``out``, rows marked FRESH are skipped, and with ``refused`` also row -1: `start_fresh` has written them.
         """
         n = rows.numel()
         skip = 0 if out is None else 2 if refused else 1
@@ -204,7 +203,7 @@ class Arena:
             )  # fmt: skip
 
     def assign(self, rows: Tensor, values: Tensor, add: bool) -> None:
-        """Sets weights, the last of equal rows winning, or adds every occurrence in order."""
+        """Sets weights (of equal rows, the last one counts), or adds every occurrence in order."""
         n = rows.numel()
         if n == 0:
             return None
@@ -234,7 +233,7 @@ class Arena:
         return out
 
     def _encode(self, rows: Tensor, values: Tensor, add: bool) -> None:
-        """`assign` of serving rows, which may be marked FRESH."""
+        """`assign` for serving rows, which can be marked FRESH."""
         n = rows.numel()
         ordered, order = torch.sort(torch.where(rows >= 0, rows & ROW, rows), stable=True)
         codes = rows[order]
@@ -249,16 +248,16 @@ class Arena:
         return {"CODEC": s.native.codec, "CODE": s.code, "D": s.dim, "WIDTH": s.width, "STRIDE": self.layout.stride,
                 "WEIGHT": s.weight, "DIM": self.layout.dim}  # fmt: skip
 
-    # --- when they were written ---------------------------------------------------------------------------------------
+    # --- times and epochs of writes -----------------------------------------------------------------------------------
 
     def row_times(self, rows: Tensor) -> Tensor:
-        """int64 seconds of rows."""
+        """The times of rows in seconds, int64."""
         if not self.timed:
             return torch.zeros(rows.numel(), dtype=torch.int64, device=self.device)
         return self.times.tensor[0][rows.long()].long() & 0xFFFFFFFF
 
     def set_times(self, rows: Tensor, times: Tensor) -> None:
-        """Sets the seconds of distinct rows."""
+        """Sets the times of distinct rows."""
         if not self.timed:
             if not bool((times != 0).any()):
                 return
@@ -266,7 +265,7 @@ class Arena:
         self.times.tensor[0][rows.long()] = torch.where(times >= 1 << 31, times - (1 << 32), times).int()
 
     def forget_times(self, rows: Tensor) -> None:
-        """Rows that are nobody's now have the time 0."""
+        """Sets the times of rows that are no longer used to 0."""
         if self.timed:
             self.times.tensor[0][rows.long()] = 0
 

@@ -18,7 +18,7 @@ def interpreted() -> bool:
 
 
 def as_device(device: Any, name: str) -> torch.device:
-    """The device whose memory a table asked for as ``device`` lives in."""
+    """The device of a table created with ``device``."""
     try:
         asked = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -28,7 +28,7 @@ def as_device(device: Any, name: str) -> torch.device:
     if interpreted():
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UnsupportedError(f"table {name!r}: device={device!r} needs a CUDA GPU, and torch sees none here")
+        raise UnsupportedError(f"table {name!r}: device={device!r} needs a CUDA GPU, but torch finds none")
     return torch.device("cuda", torch.cuda.current_device() if asked.index is None else asked.index)
 
 

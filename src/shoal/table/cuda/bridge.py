@@ -1,6 +1,6 @@
-"""Rows between a GPU table and a CPU one of the same configuration: what checkpoints and entries go through.
+"""Transfer of rows between a GPU table and a CPU table with the same configuration, for checkpoints and entries.
 
-The bytes of a row are the same on both sides, so a checkpoint that either wrote is one that the other reads.
+The bytes of a row are the same on both sides, so each can read the checkpoints of the other.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from shoal import _core
 from shoal.table.cuda.storage import ROW, Storage
 
 CHUNK_BYTES = 256 << 20
-SAVED_BYTES = 32 << 20  # of rows that a save takes at once; host memory holds as many as it has writers, and two more
+SAVED_BYTES = 32 << 20  # size of one part of a save; host memory holds one part per writer, and two more
 
 
 def to_host(
     storage: Storage, ids: Tensor, rows: Tensor, native: _core.Table, scores: Callable[[Tensor], Tensor] | None = None
 ) -> None:
-    """Copies rows of distinct ids into a CPU table, a chunk at a time; ``scores`` tells what a policy keeps of rows."""
+    """Copies rows of distinct ids to a CPU table in chunks; ``scores`` returns the eviction policy's state of rows."""
     layout = storage.layout
     chunk = max(1, CHUNK_BYTES // (4 * layout.words))
     for begin in range(0, ids.numel(), chunk):
@@ -40,9 +40,9 @@ def import_parts(
     native: _core.Table, ids: Tensor, times: Tensor, heads: Tensor, states: Tensor, scores: Tensor | None = None,
     *, written: bool = False,
 ) -> None:  # fmt: skip
-    """Inserts or replaces rows of a CPU table: weights and states, and what a policy keeps of them.
+    """Inserts or replaces rows of a CPU table: weights, states and the eviction policy's state.
 
-    ``written``: for the policy they are written, not restored.
+    With ``written``, the policy treats them as written, not as restored.
     """
     _core.import_rows(
         native, ids.data_ptr(), times.data_ptr(), heads.data_ptr(), states.data_ptr() if states.numel() else 0,
@@ -51,12 +51,12 @@ def import_parts(
 
 
 def copy_of(native: _core.Table, stripe: int = -1) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, times and words ``[n, words]`` of all rows of a CPU table, or of a stripe's; bytes of serving rows."""
+    """Ids, times and words ``[n, words]`` of all rows of a CPU table, or of one stripe; bytes for serving rows."""
     return copy_with_scores(native, stripe)[:3]
 
 
 def copy_with_scores(native: _core.Table, stripe: int = -1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same, and what a policy keeps of them, int64; 0: nothing is known."""
+    """`copy_of`, and the eviction policy's state of the rows, int64; 0: unknown."""
     copied = _core.copy_rows(native, stripe)
     n, head, state = len(copied), copied.head_bytes, copied.row_bytes - copied.head_bytes
     ids, times, scores = torch.empty(3, n, dtype=torch.int64, device="cpu").unbind()
@@ -67,7 +67,7 @@ def copy_with_scores(native: _core.Table, stripe: int = -1) -> tuple[Tensor, Ten
 
 
 def fetch(native: _core.Table, ids: Tensor, dim: int, words: int, pin: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Which of ``ids`` a CPU table has (bool), and the times, weights and states of those, in order."""
+    """Which of ``ids`` are in a CPU table (bool), and the times, weights and states of those, in order."""
     n = ids.numel()
     found = torch.zeros(n, dtype=torch.bool, device="cpu")
     times = torch.empty(n, dtype=torch.int64, device="cpu", pin_memory=pin)
@@ -86,22 +86,22 @@ def fetch(native: _core.Table, ids: Tensor, dim: int, words: int, pin: bool) -> 
 
 
 def from_device(tensor: Tensor) -> Tensor:
-    """A copy in host memory, by way of pinned memory."""
+    """A copy in pinned host memory."""
     if tensor.device.type != "cuda":
         return tensor.contiguous()
-    home = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    home.copy_(tensor, non_blocking=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
-    return home
+    return host
 
 
 def to_device(storage: Storage, table: int, native: _core.Table, restored: Any = None) -> None:
-    """Inserts or replaces the rows of a CPU table, a chunk at a time.
+    """Copies the rows of a CPU table into a storage in chunks, inserting or replacing.
 
-    ``restored`` is a `Restored`, of a table with a budget: which rows fit, and their scores.
+    For a table with a budget, ``restored`` is a `Restored`, which decides which rows fit and has their scores.
 
     Raises:
-        CapacityError: the GPU has no room for them; nothing has changed.
+        CapacityError: the GPU does not have enough memory; nothing has changed.
     """
     size, layout = native.size(), storage.layout
     counts = [0] * storage.tables
@@ -128,9 +128,9 @@ def to_device(storage: Storage, table: int, native: _core.Table, restored: Any =
 
 
 class RowSource:
-    """The rows of a GPU table for a save: its ids are listed now, their rows are copied a part at a time.
+    """The rows of a GPU table for a save: its ids are listed now, their rows are copied part by part.
 
-    Other calls may come in between. A row is as it was at one moment; one that is gone by then is left out.
+    Other calls can run in between. Each row is copied as it is at that moment; a row removed by then is left out.
     """
 
     def __init__(self, table: Any, since: int) -> None:
@@ -143,15 +143,15 @@ class RowSource:
 
     @staticmethod
     def _list(storage: Storage, number: int, since: int) -> Tensor:
-        home = []
+        listed = []
         for ids, rows, _ in storage.chunks(number):
             chosen = ids[storage.arena.written_since(rows, since)] if since else ids
-            home.append(chosen.cpu())
-        return torch.cat(home)
+            listed.append(chosen.cpu())
+        return torch.cat(listed)
 
     def take(self, part: int) -> tuple[int, int, int, int, int]:
-        """Addresses of ids, times, rows and what a policy keeps of them (or 0), good until the next call, and how many
-        there are."""
+        """Addresses of ids, times, rows and the eviction policy's state (or 0), valid until the next call, and the
+        number of rows."""
         n = self._ids.numel()
         ids = self._ids[n * part // self.parts : n * (part + 1) // self.parts]
         if ids.numel() == 0:
@@ -173,7 +173,7 @@ class RowSource:
 
 
 class Staged:
-    """A CPU table that stands in for a GPU one while files are read, or its rows are looked at."""
+    """A CPU table that stands in for a GPU table while files are read or rows are inspected."""
 
     on_gpu = False
 

@@ -1,4 +1,4 @@
-"""`CachedHashTable`: a CPU table whose hot rows live in GPU memory, for tables larger than the card."""
+"""`CachedHashTable`: a CPU table with its hot rows in GPU memory, for tables larger than the GPU's memory."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ _FETCHERS = 8
 
 
 class CachedHashTable(CudaHashTable):
-    """A `HashTable` on a GPU over a larger one on the CPU.
+    """A `HashTable` on a GPU that caches rows of a larger table on the CPU.
 
-    Every call first brings the batch's rows from the CPU table into GPU memory, then works there as any GPU table does.
-    When there is no room, the rows that were not used for longest leave; those that were changed are written back
-    first. A row is in one place that counts at any time, so results are those of the CPU table alone.
+    Every call first copies the batch's rows from the CPU table to GPU memory, then works there like any GPU table. When
+    there is no room, the least recently used rows leave; changed rows are written back first. At any time exactly one
+    copy of a row is valid, so results equal those of the CPU table alone.
 
-    `prefetch` does the bringing ahead, in a thread and on a stream of its own::
+    `prefetch` copies rows in advance, in its own thread and on its own stream::
 
         for batch, following in pairwise(batches):
             table.prefetch(following)
             rows = table.lookup(batch)
             ...
 
-    While it is cached the CPU table is written through the cache alone; `flush` writes everything back.
+    While it is cached, write to the CPU table only through the cache; `flush` writes everything back.
 
     Args:
-        table: the CPU table; its configuration, filter and seed are taken over.
-        cache_rows: rows in GPU memory; at least as many as one batch has distinct ids. Raise it while
-            ``fetched_rows`` climbs by much of every batch.
-        device: of the cache.
-        timeout: how long a call waits for a prefetch of its ids that is under way.
-        evict: which rows leave the cache: a policy of budgets or its name; here reads count, too. `Score` is not one,
-            but an object of yours with a method ``scores`` is. A budget of the CPU table stays that table's:
-            `eviction_stats` and the calls like it are its own.
-        deterministic: as of `HashTable`.
+        table: the CPU table; the cache uses its configuration, filter and seed.
+        cache_rows: the number of rows in GPU memory; at least the number of distinct ids in a batch. Raise it if
+            ``fetched_rows`` grows by a large part of every batch.
+        device: the device of the cache.
+        timeout: how long a call waits for a running prefetch of its ids.
+        evict: which rows leave the cache: an eviction policy or its name; in a cache, reads count too. `Score` is not
+            supported, but a custom object with a method ``scores`` is. The CPU table keeps its own budget, and
+            `eviction_stats` and similar calls refer to that.
+        deterministic: see `HashTable`.
     """
 
     grows = False
@@ -77,9 +77,9 @@ class CachedHashTable(CudaHashTable):
         self.below = table
         self.cache_rows = int(cache_rows)
         self.fetched_rows = 0
-        """Rows brought from the CPU table so far."""
+        """The number of rows fetched from the CPU table so far."""
         self.written_rows = 0
-        """Changed rows written back so far."""
+        """The number of changed rows written back so far."""
         self.lock = threading.RLock()
         self._fetchers: ThreadPoolExecutor | None = None
         self._prefetcher = Prefetcher(self, timeout)
@@ -105,7 +105,7 @@ class CachedHashTable(CudaHashTable):
 
     @contextlib.contextmanager
     def _alone(self, ids: Tensor | None = None) -> Iterator[None]:
-        """Keeps the prefetcher out, once it has brought ``ids``; the current stream waits for what it did."""
+        """Waits until the prefetcher has fetched ``ids``, then locks it out; the current stream waits for its work."""
         with self.lock:
             if ids is not None:
                 self._prefetcher.wait_for(ids)
@@ -115,11 +115,11 @@ class CachedHashTable(CudaHashTable):
 
     @property
     def storage(self) -> Storage:
-        """Index and rows of what is resident."""
+        """Index and rows of the resident ids."""
         return self._storage
 
     def _bring(self, ids: Tensor, create: bool) -> None:
-        """Brings the rows of ids that the CPU table has; with ``create`` also makes room for the others."""
+        """Fetches the rows of ids that are in the CPU table; with ``create`` also makes room for the others."""
         missing = self.note(ids)
         if missing.numel() == 0:
             return
@@ -129,18 +129,18 @@ class CachedHashTable(CudaHashTable):
         self.load(asked[known], pieces)
 
     def find_rows(self, ids: Tensor) -> Tensor:
-        """Rows of ids in the cache, -1 for one that is not resident."""
+        """Rows of ids in the cache, -1 for an id that is not resident."""
         return self._storage.find(ids, 0, "rows")
 
     def note(self, ids: Tensor) -> Tensor:
-        """Marks resident rows as used now; the distinct ids that are not resident."""
+        """Marks resident rows as used now; returns the distinct ids that are not resident."""
         rows = self.find_rows(ids)
         self._uses.begin(self.max_update_time)
         self._uses.note(ids, rows, new=False)
         return torch.unique(ids[rows < 0])
 
     def fetch(self, asked: Tensor) -> tuple[Tensor, list[Piece]]:
-        """Which ids the CPU table has, and times, weights and states of those, in order, in pieces."""
+        """Which ids are in the CPU table, and the times, weights and states of those, in order, in pieces."""
         layout = self._layout
         pieces = asked.split(max(1024, -(-asked.numel() // _FETCHERS)))
         results = self._in_parallel(
@@ -160,7 +160,7 @@ class CachedHashTable(CudaHashTable):
         return list(self._fetchers.map(work, pieces))
 
     def load(self, ids: Tensor, pieces: list[Piece], good: Tensor | None = None) -> None:
-        """Puts rows of the CPU table that are not resident into the cache; of those, the ``good`` ones."""
+        """Copies rows of the CPU table that are not resident into the cache; with ``good``, only those."""
         if ids.numel() == 0:
             return
         times, heads, states = (
@@ -177,7 +177,7 @@ class CachedHashTable(CudaHashTable):
         self.fetched_rows += there.numel()
 
     def make_room(self, need: int) -> None:
-        """Lets the rows go that its policy needs least until ``need`` more fit; never one of the current batch."""
+        """Removes the rows that the policy ranks lowest until ``need`` more fit; never rows of the current batch."""
         resident = self._storage.counts.sizes()[0]
         excess = resident + need - self.cache_rows
         if excess <= 0:
@@ -186,16 +186,16 @@ class CachedHashTable(CudaHashTable):
         order, idle = self._uses.order(rows)
         if excess > idle:
             raise ConfigError(
-                f"table {self.name!r}: a batch needs {resident - idle + need} rows in GPU memory, cache_rows is "
-                f"{self.cache_rows}; raise it or send smaller batches"
+                f"table {self.name!r}: cache_rows must be at least {resident - idle + need} for this batch, got "
+                f"{self.cache_rows}; raise it or use smaller batches"
             )
-        leave = min(idle, max(excess, self.cache_rows // 16))  # some more, so that not every batch has to
+        leave = min(idle, max(excess, self.cache_rows // 16))  # some extra, so that not every batch has to evict
         chosen = torch.topk(order, leave, largest=False, sorted=False).indices
         self._write_back(ids[chosen], rows[chosen])
         self._storage.erase(ids[chosen], 0)
 
     def _write_back(self, ids: Tensor, rows: Tensor) -> None:
-        """Writes those of the rows that were changed to the CPU table."""
+        """Writes the changed rows among these to the CPU table."""
         changed = self._dirty[rows.long()]
         ids, rows = ids[changed], rows[changed]
         n = ids.numel()
@@ -226,47 +226,47 @@ class CachedHashTable(CudaHashTable):
         return self
 
     def _drop(self) -> None:
-        """Forgets all rows of the cache, and those that are on their way."""
+        """Drops all rows of the cache, and rows being prefetched."""
         self._prefetcher.taint_all()
         self._storage.clear(0)
         self._storage.reserve([self.cache_rows])
         self._dirty.zero_()
         self._version += 1
 
-    def _tell_resident(self) -> None:
-        """Tells trackers of the rows here, which the CPU table may not know, before all are removed."""
-        former = self._former_ids()
-        if former is not None and self._marks is not None:
-            self._marks.remove(former)
+    def _report_resident(self) -> None:
+        """Reports resident rows, which the CPU table may not have, to trackers before all rows are removed."""
+        ids = self._ids_to_report()
+        if ids is not None and self._marks is not None:
+            self._marks.remove(ids)
 
     # --- the budget of the CPU table ----------------------------------------------------------------------------------
 
     def pin(self, ids: Tensor) -> None:
-        """As `HashTable.pin`, of the CPU table."""
+        """`HashTable.pin` on the CPU table."""
         self.below.pin(ids.cpu())
 
     def unpin(self, ids: Tensor) -> None:
-        """As `HashTable.unpin`, of the CPU table."""
+        """`HashTable.unpin` on the CPU table."""
         self.below.unpin(ids.cpu())
 
     def pinned(self) -> Tensor:
-        """As `HashTable.pinned`, of the CPU table."""
+        """`HashTable.pinned` of the CPU table."""
         return self.below.pinned()
 
     def collect_evicted(self, limit: int = 1 << 20) -> Any:
-        """As `HashTable.collect_evicted`, of the CPU table."""
+        """`HashTable.collect_evicted` on the CPU table."""
         return self.below.collect_evicted(limit)
 
     def eviction_stats(self) -> EvictionStats:
-        """As `HashTable.eviction_stats`, of the CPU table."""
+        """`HashTable.eviction_stats` of the CPU table."""
         return self.below.eviction_stats()
 
     def miss_ratio_curve(self) -> MissRatioCurve:
-        """As `HashTable.miss_ratio_curve`, of the CPU table."""
+        """`HashTable.miss_ratio_curve` of the CPU table."""
         return self.below.miss_ratio_curve()
 
     def next_eviction_epoch(self) -> int:
-        """Starts an epoch of the cache's policy and of the CPU table's, where they have epochs; its number."""
+        """Starts an epoch of the policies of the cache and of the CPU table, if they use epochs; returns its number."""
         if not self._uses.has_epochs:
             return self.below.next_eviction_epoch()
         self._uses.epoch += 1
@@ -275,13 +275,13 @@ class CachedHashTable(CudaHashTable):
         return self._uses.epoch
 
     def set_score(self, score: float | None) -> None:
-        """As `HashTable.set_score`, of the CPU table: what rows get that are written back from now on."""
+        """`HashTable.set_score` on the CPU table: the score of rows written back from now on."""
         self.below.set_score(score)
 
     def _scores(self, ids: Tensor, scores: Any, seconds: int) -> Tensor | None:
         if scores is not None:
             raise UnsupportedError(
-                f"table {self.name!r}: a cache does not keep scores; call set_score(), which counts when rows are "
+                f"table {self.name!r}: a cache does not keep scores; call set_score(), which applies when rows are "
                 "written back"
             )
         return None
@@ -293,9 +293,9 @@ class CachedHashTable(CudaHashTable):
         self.below._set_eviction_state(state)
 
     def prefetch(self, ids: Tensor) -> CachedHashTable:
-        """Has the rows of ``ids`` brought while other work goes on; the call with the same tensor waits for it.
+        """Fetches the rows of ``ids`` in the background; the call with the same tensor waits for it.
 
-        What goes wrong there is raised by that call.
+        Errors are raised by that call.
         """
         self._prefetcher.submit(self._ids(ids))
         return self
@@ -303,7 +303,7 @@ class CachedHashTable(CudaHashTable):
     # --- the table's calls --------------------------------------------------------------------------------------------
 
     def _insert(self, ids: Tensor, scores: Tensor | None = None, **options: Any) -> Tensor:
-        if not self._host.has_filter():  # else `_filtered` has brought them
+        if not self._host.has_filter():  # else `_filtered` has fetched them
             self._bring(ids, create=True)
         rows = super()._insert(ids, scores, **options)
         self._dirty[rows.clamp(min=0).long() & ROW] = True
@@ -340,7 +340,7 @@ class CachedHashTable(CudaHashTable):
             return super().reinitialize(ids)
 
     def contains(self, ids: Tensor) -> Tensor:
-        """bool ``[n]``: which ids have a row, here or below."""
+        """bool ``[n]``: which ids have a row, in the cache or in the CPU table."""
         ids = self._ids(ids)
         with self._alone():
             return super().contains(ids) | self.below.contains(ids.cpu()).to(self.device)
@@ -351,11 +351,11 @@ class CachedHashTable(CudaHashTable):
         return self.flush().below.lookup_entry(ids.cpu())
 
     def size(self) -> int:
-        """How many ids have a row, here or below; writes back what was changed."""
+        """The number of rows, in the cache or in the CPU table; writes changed rows back."""
         return self.flush().below.size()
 
     def erase(self, ids: Tensor) -> int:
-        """Removes ids; returns how many there were."""
+        """Removes ids; returns how many of them had a row."""
         ids = self._ids(ids)
         about_to_change(self)
         with self._alone():
@@ -375,16 +375,16 @@ class CachedHashTable(CudaHashTable):
             return removed
 
     def clear(self) -> HashTable:
-        """Removes all rows, here and below."""
+        """Removes all rows of the cache and of the CPU table."""
         about_to_change(self)
         with self._alone():
-            self._tell_resident()
+            self._report_resident()
             self._drop()
             self.below.clear()
         return self
 
     def track(self, tracker: _core.Tracker) -> None:
-        """As `HashTable.track`; the CPU table tells of what is removed, for rows that are written back are no news."""
+        """As `HashTable.track`; the CPU table reports only removals, because rows written back are not changes."""
         super().track(tracker)
         self.below._native.track(tracker, False)
 
@@ -394,7 +394,7 @@ class CachedHashTable(CudaHashTable):
         self.below._native.untrack(tracker)
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """As `HashTable.find`, from the CPU table with everything written back: the cache stays as it is."""
+        """As `HashTable.find`, from the CPU table after everything is written back; the cache does not change."""
         return self.flush().below.find(ids)
 
     def all_ids(self) -> Iterator[Tensor]:
@@ -422,19 +422,19 @@ class CachedHashTable(CudaHashTable):
         return bridge.Staged(self, _core.empty_twin(self.below._native))
 
     def source(self, since: int = 0, *, stale: bool = False) -> Any:
-        """The CPU table's, with everything written back."""
+        """The CPU table's rows for a save, with everything written back."""
         return self.flush().below.source(since, stale=stale)
 
     @property
     def changes(self) -> Any:
-        """What is known of the CPU table's changes, with everything written back."""
+        """The CPU table's record of changes, with everything written back."""
         return self.flush().below.changes
 
     def adopt(self, native: _core.Table) -> None:
-        """Replaces all rows, below, with those of a CPU table; the cache is empty afterwards."""
+        """Replaces all rows of the CPU table with those of another one; the cache is empty afterwards."""
         about_to_change(self)
         with self._alone():
-            self._tell_resident()
+            self._report_resident()
             self._drop()
             self.below._native.swap_contents(native)
             _core.adopt_eviction(self.below._native, native)

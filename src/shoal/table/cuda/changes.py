@@ -1,4 +1,4 @@
-"""What a GPU table knows of its past, for incremental checkpoints: the calls that a native table has for it."""
+"""A GPU table's record of changes for incremental checkpoints, with the same methods as a native table."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class Changes:
-    """Epochs of a table. Rows carry that of their last write, in device memory; ids that were removed are kept here.
+    """The epochs of a table. The epoch of each row's last write is in device memory; removed ids are kept here.
 
-    Tables of one storage share the counting of epochs, not the past that each can tell of.
+    Tables of one storage share the epoch counter, but each has its own history.
     """
 
     def __init__(self, table: Any) -> None:
-        self._table = weakref.proxy(table)  # its memory goes with its last user, not when cycles are looked for
+        self._table = weakref.proxy(table)  # no cycle, so that memory is freed with the last reference
         self._oldest = 0
         self._removed: list[tuple[int, Tensor]] = []
 
@@ -25,14 +25,14 @@ class Changes:
         return self._oldest > 0
 
     def begin_epoch(self) -> int:
-        """Starts a new epoch and returns it. Rows written from now on carry it; ids removed are remembered."""
+        """Starts a new epoch and returns it. Rows written from now on have it; removed ids are remembered."""
         with self._table._storage as storage:
             epoch = storage.begin_epoch()
             self._oldest = self._oldest or epoch
             return epoch
 
     def oldest_epoch(self) -> int:
-        """The first epoch that changes are known since; 0 while nothing is tracked."""
+        """The first epoch since which changes are known; 0 while nothing is tracked."""
         storage = self._table._storage
         return storage.epoch + 1 if storage.untracked_graph else self._oldest
 
@@ -46,23 +46,23 @@ class Changes:
         return gone[~self._table.contains(gone.to(self._table.device)).cpu()].tolist()
 
     def forget_before(self, epoch: int) -> None:
-        """Removals before ``epoch`` are forgotten; deltas against older epochs are refused from now on."""
+        """Forgets removals before ``epoch``; deltas against older epochs are rejected from now on."""
         self._table.settle()
         self._removed = [entry for entry in self._removed if entry[0] >= epoch]
         self._oldest = max(self._oldest, epoch)
 
     def remove(self, ids: Tensor) -> None:
-        """These ids were removed. Waits for the device."""
+        """Records that these ids were removed. Waits for the device."""
         if self.tracked and ids.numel():
             self.removed(self._table._storage.epoch, ids.cpu())
 
     def removed(self, epoch: int, ids: Tensor) -> None:
-        """These ids, in host memory, were removed in an epoch."""
+        """Records that these ids, in host memory, were removed in an epoch."""
         if ids.numel():
             self._removed.append((epoch, ids))
 
     def start_over(self) -> None:
-        """All rows were replaced: what was before is not known."""
+        """Records that all rows were replaced, so that earlier changes are unknown."""
         self._table.settle()
         if self.tracked:
             self._removed.clear()

@@ -1,6 +1,6 @@
-"""GPU tables inside `torch.compile`: their calls as operators that name a table by a number.
+"""GPU tables in `torch.compile`: their calls as operators that identify a table by a number.
 
-Every operator takes the table's token, which writes change: so the compiler keeps reads and writes in order.
+Every operator takes the table's token, which writes change, so that the compiler keeps reads and writes in order.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 _tables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 NO_TIME = -1
-"""A ``req_time`` of None: the table takes the time when the operator runs, not when it is compiled."""
+"""Represents ``req_time=None``: the table reads the clock when the operator runs, not when it is compiled."""
 
 
 def register(table: Any) -> int:
-    """A number that names a table for as long as it lives."""
+    """A number that identifies a table for its lifetime."""
     number = next(_numbers)
     _tables[number] = table
     return number

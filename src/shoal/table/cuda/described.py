@@ -1,4 +1,4 @@
-"""`Described`: where the index and the rows of each table are, in device memory, for kernels of several tables."""
+"""`Described`: the locations of each table's index and rows, in device memory, for kernels over several tables."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _WORDS = lk.DESCRIBED.value
 
 
 class Described:
-    """Descriptions of tables. They stay where they are, so that captured graphs see what they say later."""
+    """Descriptions of tables. Their addresses never change, so that captured graphs see later updates."""
 
     def __init__(self, tables: tuple[CudaHashTable, ...]) -> None:
         self._tables = tables
         device = tables[0].device
         self.origin = torch.zeros(1 << 16, dtype=torch.int64, device=device)
-        """What places are counted from; and cells that hold 0 for lanes that have nothing to compare."""
+        """The base of all offsets. Its cells hold 0; idle lanes compare against them."""
         self._count = power_of_2(len(tables))
         self._all = torch.zeros(self._count * _WORDS + self._count, dtype=torch.int64, device=device)
         self.words, self.bases = self._all[: self._count * _WORDS], self._all[self._count * _WORDS :]
         self.wide = False
-        """Whether the rows of all tables have numbers beyond 32 bits."""
+        """Whether offsets of rows need more than 32 bits."""
         self.captured = False
-        """Whether a captured graph reads this."""
+        """Whether a captured graph reads the descriptions."""
         self._stale = True
         self._lock = threading.Lock()
         for table in tables:
@@ -42,11 +42,11 @@ class Described:
 
     @property
     def stale(self) -> bool:
-        """Whether the tables are no longer as described; in the interpreter memory moves whenever it grows."""
+        """Whether the descriptions are out of date; in the interpreter memory moves whenever it grows."""
         return self._stale or interpreted()
 
     def changed(self) -> None:
-        """Something that is described has changed. A graph may run before the next call of the group."""
+        """Called when a table has changed. A graph can run before the next call of the group."""
         self._stale = True
         if self.captured:
             self.refresh()
@@ -67,7 +67,7 @@ class Described:
             if base >= 1 << 31 and not self.wide:
                 if self.captured:
                     raise CapacityError(
-                        f"the {len(self._tables)} tables of a captured graph have {base} rows by now; capture it again"
+                        f"the {len(self._tables)} tables of a captured graph now have {base} rows; capture it again"
                     )
                 self.wide = True
             flat = np.concatenate([words.reshape(-1), bases])

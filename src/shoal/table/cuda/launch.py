@@ -1,7 +1,8 @@
-"""Launches of kernels that were compiled before, without the work that Triton does for each one.
+"""Launches of compiled kernels without Triton's work per call.
 
-Triton looks at every argument of every call to find the right compiled kernel, some 40 microseconds for ours. Here the
-constants are all that tells kernels apart: numbers are not specialised, tensors begin at 16 bytes or take the long way.
+Triton inspects every argument of every call to find the compiled kernel, which takes about 40 microseconds for ours.
+Here only the constants select a kernel: numbers are not specialized, and a call with a tensor that is not aligned to 16
+bytes goes through Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shoal._gpu import Compiled
 from shoal.table.cuda.backend import interpreted
 
 _WIDE = 1 << 31
-_INTERPRETER = threading.RLock()  # Triton's interpreter replaces functions of the language while a kernel runs
+_INTERPRETER = threading.RLock()  # Triton's interpreter patches functions of the language while a kernel runs
 
 
 def cdiv(a: int, b: int) -> int:
@@ -25,18 +26,18 @@ def cdiv(a: int, b: int) -> int:
 
 
 def power_of_2(n: int) -> int:
-    """The least power of two that is not below ``n``."""
+    """The smallest power of two that is at least ``n``."""
     return 1 << (n - 1).bit_length()
 
 
 def signed(number: int) -> int:
-    """A 64-bit number as kernels take it."""
+    """A 64-bit number as a signed one, which kernels take."""
     number &= (1 << 64) - 1
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
 class Bound:
-    """A kernel with its constants, to be launched again and again."""
+    """A kernel with its constants, for repeated launches."""
 
     __slots__ = ("_constants", "_fn", "_made", "_options", "_places")
     _all: ClassVar[dict[Any, Bound]] = {}
@@ -51,7 +52,7 @@ class Bound:
 
     @classmethod
     def of(cls, fn: Any, **constants: Any) -> Bound:
-        """The same one for the same constants, which are given in the same order."""
+        """The cached instance for these constants; callers must give them in the same order."""
         key = (fn, *constants.values())
         found = cls._all.get(key)
         if found is None:
@@ -85,14 +86,14 @@ class Bound:
         made(key & 0xFFFF, programs, 1, plain, arguments)
 
     def _look(self, arguments: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Which arguments are tensors and which are whole numbers, in every call alike."""
+        """Which arguments are tensors and which are integers; the same in every call."""
         tensors = tuple(place for place, argument in enumerate(arguments) if isinstance(argument, Tensor))
         numbers = tuple(place for place, argument in enumerate(arguments) if type(argument) is int)
         self._places = tensors, numbers
         return self._places
 
     def _slowly(self, programs: int, arguments: tuple[Any, ...], key: int | None) -> None:
-        """Through Triton, which compiles what is new; with a key, what it took is kept for the next time."""
+        """Launches through Triton, which compiles if needed; with a key, the compiled kernel is kept."""
         kernel = self._fn[(programs,)](*arguments, **self._constants, **self._options)
         if key is not None:
             names = self._fn.arg_names[len(arguments) :]

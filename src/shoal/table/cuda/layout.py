@@ -1,4 +1,4 @@
-"""A row in GPU memory: the words of the CPU table's row, and what kernels must know of each segment."""
+"""The layout of a row in GPU memory: the words of the CPU table's row, and the kernels' parameters of each segment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from shoal.table.cuda.launch import power_of_2
 
 
 def _state(fields: list[tuple[int, int]]) -> tuple[int, int, bool]:
-    """Vectors of state, what follows them (see `fresh` in kernels/rows.py), whether it starts with the accumulator."""
+    """The number of state vectors, the kind of tail (see `_start_rows` in kernels/rows.py), and whether the state
+    starts with the accumulator."""
     types = [type_ for type_, _ in fields]
     tail = 1 if 2 in types else (0, 3, 2)[types.count(1)]
     return types.count(0), tail, any(start == 1 for _, start in fields)
@@ -26,12 +27,12 @@ def _state(fields: list[tuple[int, int]]) -> tuple[int, int, bool]:
 
 _STATES = {name: _state(fields) for name, fields in _core.OPTIMIZERS}
 _TAIL_WORDS = (0, 2, 2, 1)
-_CODE_BYTES = {"fp32": 4, "fp16": 2, "fixed_r8": 1, "one_bit": 1}  # of a weight in a serving row
+_CODE_BYTES = {"fp32": 4, "fp16": 2, "fixed_r8": 1, "one_bit": 1}  # bytes of a weight in a serving row
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One segment as its kernels see it."""
+    """One segment in the form that its kernels use."""
 
     native: _core.Segment
     index: int
@@ -43,11 +44,11 @@ class Segment:
     vectors: int
     tail: int
     first: tuple[float, float, float]
-    """Of the initializer: the low end (or the constant), the high end, and the largest number below it."""
+    """The initializer's low end (or constant), its high end, and the largest number below that."""
     init: int
     accumulator: float
     code: int = 0
-    """Of a serving row: first word of its codes."""
+    """First word of its codes in a serving row."""
 
     @property
     def width(self) -> int:
@@ -55,7 +56,7 @@ class Segment:
 
     @property
     def held(self) -> int:
-        """Words of its state."""
+        """The number of words of its state."""
         return self.vectors * self.dim + _TAIL_WORDS[self.tail]
 
     @property
@@ -67,16 +68,21 @@ class Segment:
         return OPTIMIZERS[self.native.opt]
 
     @property
+    def fp_fusion(self) -> bool:
+        """Whether kernels can use fused multiply-adds; they make FTRL's difference of roots inexact."""
+        return self.kind not in ("ftrl", "group_ftrl")
+
+    @property
     def code_bytes(self) -> int:
         return self.dim * _CODE_BYTES[self.codec]
 
     @property
     def unit(self) -> float:
-        """What a code is multiplied with: the step of fixed_r8, the amplitude of one_bit."""
+        """The factor of a code: the step of fixed_r8, the amplitude of one_bit."""
         return self.native.r / 128 if self.codec == "fixed_r8" else self.native.amplitude
 
     def numbers(self, lr: float, scale: float) -> tuple[float, ...]:
-        """What the optimizer's formula needs, in the order that the kernels unpack."""
+        """The parameters of the optimizer's formula, in the order that the kernels unpack."""
         s = self.native
         return (
             float(lr),
@@ -96,7 +102,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """All of a row. ``words`` are what it holds, ``stride`` what it takes."""
+    """The layout of a row. ``words`` is the number of words with data, ``stride`` the number allocated."""
 
     segments: tuple[Segment, ...]
     dim: int
@@ -104,7 +110,7 @@ class RowLayout:
     stride: int
     native: _core.Layout
     skip_zero: bool = False
-    """Of a serving row: an all-zero vector is not stored."""
+    """Whether all-zero vectors of serving rows are not stored."""
 
     @property
     def serving(self) -> bool:
@@ -112,18 +118,18 @@ class RowLayout:
 
     @property
     def plain(self) -> bool:
-        """Whether what is found in a row is what lookups show."""
+        """Whether lookups return the stored weights unchanged."""
         return self.serving or all(s.codec in ("fp32", "fp16") for s in self.segments)
 
     def from_native(self, rows: Tensor) -> Tensor:
-        """Rows of a CPU table of serving entries, uint8 ``[n, bytes]``, whose codes have no gaps, as words."""
+        """Converts serving rows of a CPU table, uint8 ``[n, bytes]`` with codes without gaps, to words."""
         out = torch.zeros(rows.shape[0], 4 * self.words, dtype=torch.uint8, device="cpu")
         for s, begin in zip(self.segments, self._native_codes(), strict=True):
             out[:, 4 * s.code : 4 * s.code + s.code_bytes] = rows[:, begin : begin + s.code_bytes]
         return out.view(torch.float32)
 
     def to_native(self, words: Tensor) -> Tensor:
-        """The other way."""
+        """Converts words to serving rows of a CPU table; the inverse of `from_native`."""
         rows = words.contiguous().view(torch.uint8)
         return torch.cat([rows[:, 4 * s.code : 4 * s.code + s.code_bytes] for s in self.segments], 1)
 
@@ -167,7 +173,7 @@ def row_layout(config: EmbeddingHashTableConfig, first_column: int = 0) -> RowLa
 
 
 def _serving_layout(config: EmbeddingHashTableConfig, native: _core.Layout) -> RowLayout:
-    """Codes of the segments, each of which begins with a word."""
+    """The layout of a serving row: the codes of its segments, each aligned to a word."""
     segments: list[Segment] = []
     weight = code = 0
     for index, message in enumerate(config.entry_config.segments):
@@ -180,6 +186,6 @@ def _serving_layout(config: EmbeddingHashTableConfig, native: _core.Layout) -> R
 
 
 def _stride(words: int) -> int:
-    """Rows begin at 16 bytes, so that four words are read at once; wide ones at 32, the unit of device memory."""
+    """Rows are aligned to 16 bytes, so that four words are read at once; wide rows to 32, the unit of device memory."""
     grain = 8 if words >= 16 else 4 if words >= 4 else 1
     return math.ceil(words / grain) * grain

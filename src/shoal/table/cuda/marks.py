@@ -1,4 +1,4 @@
-"""What a table's writes tell those who ask which ids were written: their writers do not wait for it."""
+"""Reports of written ids to a sync client and to trackers, for which writes do not wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.table.cuda.budgets.arrivals import Arrivals
 
 
 class Marks:
-    """Who is told of a table's writes: a sync client's `TouchedKeySet`, and trackers."""
+    """The receivers of a table's written ids: a sync client's `TouchedKeySet`, and trackers."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals
@@ -21,7 +21,7 @@ class Marks:
         self.trackers: list[_core.Tracker] = []
 
     def set_client(self, keys: Any, number: int) -> None:
-        """Has trained ids go into a set, which asks for those under way before it tells what it holds."""
+        """Sends trained ids to a set, which waits for pending ids before it is read."""
         self._client = lambda ids: keys.insert(ids, number)
         if hasattr(keys, "ask_first"):
             keys.ask_first(self)
@@ -29,14 +29,14 @@ class Marks:
             self._waits = True
 
     def add(self, ids: Tensor, rows: Tensor, trained: bool = True) -> None:
-        """Those of the ids that have a row, which is not -1, were written. ``trained``: by an optimizer."""
+        """Reports the ids whose row is not -1 as written. ``trained``: by an optimizer."""
         if not self.trackers and (self._client is None or not trained):
             return
-        self._arrivals.send((ids, rows >= 0), lambda home, written: self._tell(home[written], trained))
+        self._arrivals.send((ids, rows >= 0), lambda ids, written: self._report(ids[written], trained))
         if self._waits:
             self.settle()
 
-    def _tell(self, ids: Tensor, trained: bool) -> None:
+    def _report(self, ids: Tensor, trained: bool) -> None:
         ids = ids.contiguous()
         for tracker in self.trackers:
             tracker.wrote(ids.data_ptr(), ids.numel())
@@ -44,23 +44,23 @@ class Marks:
             self._client(ids)
 
     def remove(self, ids: Tensor) -> None:
-        """These ids, which had rows, were removed. Waits for the device."""
+        """Reports ids that had rows as removed. Waits for the device."""
         if self.trackers and ids.numel():
             self.settle()
             self.removed(ids.cpu())
 
     def removed(self, ids: Tensor) -> None:
-        """The same, of ids in host memory, in turn."""
+        """Reports ids in host memory as removed, in order with other reports."""
         ids = ids.contiguous()
         for tracker in self.trackers:
             tracker.removed(ids.data_ptr(), ids.numel())
 
-    def replace(self, former: Tensor) -> None:
-        """All rows were replaced; these ids had one before."""
-        self.remove(former)
+    def replace(self, previous: Tensor) -> None:
+        """Reports that all rows were replaced; ``previous`` are the ids that had a row before."""
+        self.remove(previous)
         for tracker in self.trackers:
             tracker.replaced()
 
     def settle(self) -> None:
-        """Tells of everything that was written so far."""
+        """Reports everything that was written so far."""
         self._arrivals.settle()

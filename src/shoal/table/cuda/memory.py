@@ -1,7 +1,7 @@
-"""Device memory that grows in place: a wide range of addresses is reserved once, and pages are put behind it later.
+"""Device memory that grows in place: a wide range of addresses is reserved once, and pages are mapped to it later.
 
-Growing copies nothing and moves nothing, so addresses that a captured CUDA graph holds stay good. `Growing` is the same
-thing with a plain tensor that is copied when it grows, for Triton's interpreter.
+Growing copies and moves nothing, so addresses in a captured CUDA graph stay valid. `Growing` has the same interface
+with a plain tensor that is copied when it grows, for Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _OUT_OF_MEMORY = 2
 
 
 class Store(Protocol):
-    """``parts`` arrays of equal type side by side, each of which can grow."""
+    """``parts`` arrays of the same type, each of which can grow."""
 
     tensor: Tensor
-    """``[parts, stride]``; only the first ``size(part)`` elements of a part may be touched."""
+    """``[parts, stride]``; only the first ``size(part)`` elements of a part can be accessed."""
 
     @property
     def stride(self) -> int: ...
@@ -31,7 +31,7 @@ class Store(Protocol):
     def shrink(self) -> None: ...
     def bytes(self) -> int: ...
     def cost(self, elements: int) -> int:
-        """Bytes that it takes once a part has at least so many elements."""
+        """The bytes of memory once a part has at least ``elements`` elements."""
         ...
 
 
@@ -50,7 +50,7 @@ class Growing:
         return self._sizes[part]
 
     def grow(self, part: int, elements: int) -> None:
-        """Makes room for at least so many elements; what was there stays."""
+        """Makes room for at least ``elements`` elements; the contents are kept."""
         self._sizes[part] = max(self._sizes[part], elements)
         if elements > self.stride:
             wider = torch.zeros(len(self._sizes), elements, dtype=self.tensor.dtype, device=self.tensor.device)
@@ -58,7 +58,7 @@ class Growing:
             self.tensor = wider
 
     def shrink(self) -> None:
-        """Gives memory back; what was there is gone."""
+        """Frees memory; the contents are lost."""
         self.tensor = self.tensor.new_zeros(len(self._sizes), 1)
         self._sizes = [1] * len(self._sizes)
 
@@ -117,18 +117,18 @@ class _Driver:
         return address.value
 
     def map(self, address: int, size: int) -> int:
-        """Puts fresh pages behind an address; their handle."""
+        """Maps new pages to an address; returns their handle."""
         with torch.cuda.device(self.device):
             handle = ctypes.c_uint64()
             args = (ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(self.properties), ctypes.c_uint64(0))
             code = self.lib.cuMemCreate(*args)
             if code == _OUT_OF_MEMORY:
-                torch.cuda.empty_cache()  # blocks that torch keeps but nobody uses
+                torch.cuda.empty_cache()  # frees cached blocks that torch does not use
                 code = self.lib.cuMemCreate(*args)
             if code == _OUT_OF_MEMORY:
                 free, total = torch.cuda.mem_get_info(self.device)
                 raise CapacityError(
-                    f"{self.device} has {free >> 20} of {total >> 20} MiB free, {size >> 20} MiB more are needed"
+                    f"{self.device} has {free >> 20} of {total >> 20} MiB free, but {size >> 20} MiB more are needed"
                 )
             self.check(code, "cuMemCreate")
             at, length = ctypes.c_uint64(address), ctypes.c_size_t(size)
@@ -149,7 +149,7 @@ class _Driver:
 
 
 class _Range:
-    """What torch needs to see a range of addresses as a tensor."""
+    """The interface through which torch views a range of addresses as a tensor."""
 
     def __init__(self, address: int, elements: int, dtype: torch.dtype) -> None:
         kind = "f" if dtype.is_floating_point else "i"
@@ -162,14 +162,14 @@ class _Range:
 
 
 _later: list[tuple[Any, ...]] = []
-"""What was given up while a CUDA graph was captured, which waiting for the device would spoil."""
+"""Memory to release after the capture of a graph: releasing waits for the device, which a capture does not allow."""
 
 
 def _release(driver: _Driver, base: int, size: int, pages: list[list[tuple[int, int, int]]]) -> None:
     if torch.cuda.is_current_stream_capturing():
         _later.append((driver, base, size, pages))
         return
-    torch.cuda.synchronize(driver.device)  # a kernel may still be at it
+    torch.cuda.synchronize(driver.device)  # a kernel can still be using it
     for part in pages:
         for address, length, handle in part:
             driver.unmap(address, length, handle)
@@ -187,13 +187,10 @@ class Mapped:
         self._driver = self._drivers.setdefault(device, None) or _Driver(device)  # type: ignore[arg-type]
         self._drivers[device] = self._driver
         self._item = dtype.itemsize
-        self._dtype = dtype
         self._part_bytes = -(-most * self._item // self._driver.granularity) * self._driver.granularity
         self._base = self._driver.reserve(parts * self._part_bytes)
         self._pages: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
-        self._finalizer = weakref.finalize(
-            self, _release, self._driver, self._base, parts * self._part_bytes, self._pages
-        )
+        weakref.finalize(self, _release, self._driver, self._base, parts * self._part_bytes, self._pages)
         for part in range(parts):
             self.grow(part, 1)
         flat = torch.as_tensor(_Range(self._base, parts * self.stride, dtype), device=device)
@@ -210,7 +207,7 @@ class Mapped:
         return self._mapped(part) // self._item
 
     def grow(self, part: int, elements: int) -> None:
-        """Makes room for at least so many elements; what was there stays where it is.
+        """Makes room for at least ``elements`` elements; the contents stay at their addresses.
 
         Raises:
             CapacityError: the GPU has no more memory; nothing has changed.
@@ -222,14 +219,14 @@ class Mapped:
             return
         if have + more > self._part_bytes:
             raise CapacityError(
-                f"an array on {self._driver.device} has addresses for {self._part_bytes >> 20} MiB, {more >> 20} MiB "
-                "more are needed"
+                f"an array on {self._driver.device} must have at most {self._part_bytes >> 20} MiB, got "
+                f"{have + more >> 20} MiB"
             )
         address = self._base + part * self._part_bytes + have
         self._pages[part].append((address, more, self._driver.map(address, more)))
 
     def shrink(self) -> None:
-        """Gives all but the first pages back; what was there is gone."""
+        """Frees all but the first pages; the contents are lost."""
         torch.cuda.synchronize(self._driver.device)
         for part in self._pages:
             while len(part) > 1:
@@ -246,10 +243,10 @@ class Mapped:
 
 
 def most_words(device: torch.device) -> int:
-    """Words of 4 bytes that a device has memory for."""
+    """The number of 4-byte words that a device has memory for."""
     return torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else 1 << 40
 
 
 def make_store(parts: int, dtype: torch.dtype, device: torch.device, most: int) -> Store:
-    """A store on a device. Each part can grow to ``most`` elements, for which addresses are taken now."""
+    """A store on a device. Each part can grow to ``most`` elements, whose addresses are reserved now."""
     return Mapped(parts, dtype, device, most) if device.type == "cuda" else Growing(parts, dtype, device)

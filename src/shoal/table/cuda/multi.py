@@ -1,4 +1,4 @@
-"""Several GPU tables in one launch: tables of equal layout share a `Storage`, which takes the ids of all of them."""
+"""Several GPU tables in one launch: tables with the same row layout share a `Storage`, which takes all their ids."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shoal.table.cuda.storage import Storage
 from shoal.table.cuda.table import CudaHashTable
 from shoal.table.cuda.updates import Update, count_bad, update_rows
 
-_PLANS = 16  # of batches that are cut differently, which are kept
+_PLANS = 16  # the most plans kept, one per division of a batch into blocks
 
 
 def share(tables: Sequence[CudaHashTable]) -> None:
-    """Puts tables of equal rows into one storage each.
+    """Moves tables with the same row layout into a shared storage.
 
-    Not those whose steps depend on numbers of their own table beside the rates: scales, and the noise of rounding; nor
-    those with budgets, whose rows are their own.
+    Tables whose steps depend on other data of the table than its rates (scales, the noise of rounding) are excluded,
+    and so are tables with budgets, which need rows of their own.
     """
     alike: dict[Any, list[CudaHashTable]] = defaultdict(list)
     for table in tables:
@@ -39,9 +39,9 @@ def share(tables: Sequence[CudaHashTable]) -> None:
 
 
 class _Part:
-    """The blocks of one source that belong to one storage, and where they lie among all.
+    """The blocks of one source that belong to one storage, and their positions among all blocks.
 
-    It knows tables by their place in the call and their number in the storage, so that it keeps none of them alive.
+    Tables are identified by their position in the call and their number in the storage, so that none is kept alive.
     """
 
     def __init__(self, storage: Storage, blocks: list[tuple[int, int, slice, slice]]) -> None:
@@ -60,13 +60,13 @@ class _Part:
         self._made_on: int | None = None
 
     def table_of(self) -> int | Tensor:
-        """The table of every id: one number, or an int32 tensor. Inside the storage alone."""
+        """The table number of every id in the storage: one number, or an int32 tensor."""
         if self._table_of is None:
             sizes = [ids.stop - ids.start for ids in self.ids]
-            home = torch.tensor([self.numbers, sizes], device="cpu", pin_memory=self.storage.device.type == "cuda")
-            both = self.storage.hold(home).to(self.storage.device, non_blocking=True)
+            pinned = torch.tensor([self.numbers, sizes], device="cpu", pin_memory=self.storage.device.type == "cuda")
+            both = self.storage.hold(pinned).to(self.storage.device, non_blocking=True)
             made = torch.repeat_interleave(both[0].int(), both[1], output_size=self.size)
-            if capturing(self.storage.device):  # nothing is in it before the graph runs
+            if capturing(self.storage.device):  # not cached: it is empty until the graph runs
                 return made
             self._table_of, self._made_on = made, self.storage.stream
         elif self._made_on != self.storage.stream and isinstance(self._table_of, Tensor):
@@ -81,7 +81,7 @@ class _Part:
 
 
 def _joined(ranges: list[slice]) -> slice | None:
-    """One range that is all of them, if they are neighbours."""
+    """One range that covers all of them, if they are adjacent."""
     if all(a.stop == b.start for a, b in itertools.pairwise(ranges)):
         return slice(ranges[0].start, ranges[-1].stop)
     return None
@@ -92,7 +92,7 @@ def _take(flat: Tensor, joined: slice | None, ranges: list[slice]) -> Tensor:
 
 
 class _Plan:
-    """How the blocks of a call are shared among storages."""
+    """The assignment of a call's blocks to storages."""
 
     def __init__(self, tables: Sequence[CudaHashTable], sizes: Sequence[int], sources: int) -> None:
         self.members = [(table._storage, table._number) for table in tables]
@@ -108,10 +108,10 @@ class _Plan:
             self.parts += [_Part(self.members[of_group[0][0]][0], of_group) for of_group in blocks.values()]
         segments = [0, *itertools.accumulate(len(storage.layout.segments) for storage, _ in self.members)]
         self.rates = [slice(begin, end) for begin, end in itertools.pairwise(segments)]
-        """Where each table's learning rates lie among all."""
+        """The positions of each table's learning rates among all rates."""
         self.needed: dict[int, tuple[Storage, list[int]]] = {}
-        """Of each storage: the ids that a call of several parts may bring."""
-        for part in self.parts if len(self.parts) > 1 else ():  # a single one makes room for itself
+        """Storage -> the most ids in a call with several parts."""
+        for part in self.parts if len(self.parts) > 1 else ():  # a single part makes room for itself
             if not tables[part.places[0]].grows:
                 continue
             _, counts = self.needed.setdefault(id(part.storage), (part.storage, [0] * part.storage.tables))
@@ -125,7 +125,7 @@ class _Plan:
 
 
 def _plan(tables: Sequence[CudaHashTable], sizes: Tensor, sources: int) -> _Plan:
-    """A plan for these blocks, kept for calls that are cut alike."""
+    """A plan for these blocks, cached for calls with the same division."""
     plans: dict[Any, _Plan] = tables[0]._plans
     key = (sources, *sizes.tolist())
     found = plans.get(key)
@@ -169,10 +169,10 @@ def apply_blocks(
     seconds: int,
     dedup: bool,
 ) -> None:
-    """`shoal.table.fused.apply_blocks` on the GPU. Bad gradients make the whole call change nothing, or are skipped.
+    """`shoal.table.fused.apply_blocks` on the GPU. With bad gradients the call changes nothing, or they are skipped.
 
     Raises:
-        CapacityError: the GPU has no room for all the ids; nothing has changed.
+        CapacityError: the GPU does not have enough memory for all ids; nothing has changed.
     """
     plan = _plan(tables, sizes, sources)
     for table in tables:
@@ -225,7 +225,7 @@ def _apply_part(
 
 
 def _make_room(plan: _Plan, tables: Sequence[CudaHashTable]) -> None:
-    """Takes memory for all ids of a call before the first of them changes anything."""
+    """Allocates memory for all ids of a call before anything changes."""
     for storage, counts in plan.needed.values():
         with storage:
             try:
@@ -233,31 +233,34 @@ def _make_room(plan: _Plan, tables: Sequence[CudaHashTable]) -> None:
             except CapacityError as error:
                 names = ", ".join(repr(table.name) for table in tables if table._storage is storage)
                 raise CapacityError(
-                    f"tables {names}: no room for {sum(counts)} ids more: {error}; nothing was changed. Evict rows, or "
-                    "use a narrower optimizer state"
+                    f"tables {names}: no room for {sum(counts)} more ids: {error}; nothing was changed. Evict rows, or "
+                    "use an optimizer with less state"
                 ) from None
 
 
 def _gate(tables: Sequence[CudaHashTable], parts: Sequence[_Part], grads: Tensor) -> Tensor | None:
-    """Not 0 when gradients of a table that raises hold NaN or infinity; the first table tells of it later."""
+    """A number that is not 0 if a table with ``on_bad_gradient="raise"`` has gradients with NaN or infinity.
+
+    The first table reports it later.
+    """
     bad = None
     for part in parts:
         dim, wanted = part.storage.layout.dim, [tables[place].on_bad_gradient == "raise" for place in part.places]
         if not any(wanted) or not part.size:
             continue
-        whole = part.joined_floats if all(wanted) else None
-        for floats in [whole] if whole else itertools.compress(part.floats, wanted):
+        joined = part.joined_floats if all(wanted) else None
+        for floats in [joined] if joined else itertools.compress(part.floats, wanted):
             bad = count_bad(grads[floats], dim, None, bad)
     if bad is not None:
         names = [table.name for table in tables]
-        tables[0]._judge.tell(bad, f"fused tables {', '.join(names[:3])}{', ...' if names[3:] else ''}")
-        if any(table._host.has_filter() for table in tables):  # filters count: what is refused is not asked about
+        tables[0]._judge.report(bad, f"fused tables {', '.join(names[:3])}{', ...' if names[3:] else ''}")
+        if any(table._host.has_filter() for table in tables):  # filters count, so they must not see rejected ids
             tables[0]._judge.check(wait=True)
     return bad
 
 
 class StagedMulti:
-    """What several GPU tables are read into from files, in host memory."""
+    """Tables in host memory that files of several GPU tables are read into."""
 
     on_gpu = False
 
@@ -271,5 +274,5 @@ class StagedMulti:
     def adopt(self) -> None:
         """Replaces the rows of the tables that files were read for."""
         for name, staged in self.tables.items():
-            if staged._native.oldest_epoch() > self._epochs[name]:  # its contents were replaced
+            if staged._native.oldest_epoch() > self._epochs[name]:  # its rows were replaced
                 self._targets[name].adopt(staged._native)

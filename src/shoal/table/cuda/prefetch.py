@@ -1,4 +1,4 @@
-"""Rows of a `CachedHashTable` brought ahead of the call that needs them, in a thread and on a stream of its own."""
+"""Prefetching of rows for a `CachedHashTable`, in its own thread and on its own stream."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from shoal.errors import DeadlineError
 if TYPE_CHECKING:
     from shoal.table.cuda.cache import CachedHashTable
 
-_JOBS = 16  # that nobody has asked for yet
+_JOBS = 16  # the most jobs whose rows no call has used yet
 
 Piece: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Times, weights and states of some rows."""
 
 
 class Prefetcher:
-    """What is under way to a cache. Everything but `submit` and the thread itself runs under the cache's lock."""
+    """The running prefetches of a cache. All methods except `submit` and `close` are called under the cache's lock."""
 
     def __init__(self, cache: CachedHashTable, timeout: timedelta) -> None:
         self._of = weakref.ref(cache)
@@ -41,11 +41,11 @@ class Prefetcher:
     def _cache(self) -> CachedHashTable:
         cache = self._of()
         if cache is None:
-            raise ReferenceError("the cache is gone")
+            raise ReferenceError("the cache no longer exists")
         return cache
 
     def submit(self, ids: Tensor) -> None:
-        """Has the rows of ids brought."""
+        """Starts to fetch the rows of ids."""
         cache = self._cache
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, f"prefetch-{cache.name}")
@@ -60,15 +60,15 @@ class Prefetcher:
             self._jobs[_key(ids)] = self._worker.submit(self._ahead, ids, main)
 
     def join(self) -> None:
-        """Makes the current stream wait for what the thread's did."""
+        """Makes the current stream wait for the work on the thread's stream."""
         if self._ready is not None:
             torch.cuda.current_stream(self._cache.device).wait_event(self._ready)
             self._ready = None
 
     def wait_for(self, ids: Tensor) -> None:
-        """Waits for a job of the same tensor, without the lock; raises what went wrong there.
+        """Waits, without the lock, for the job of the same tensor and raises its error, if any.
 
-        The caller holds the cache's lock once, and not that of its storage: other calls go on meanwhile.
+        The caller must hold the cache's lock exactly once, and not that of its storage; other calls run meanwhile.
         """
         job = self._jobs.pop(_key(ids), None)
         if job is None:
@@ -87,12 +87,12 @@ class Prefetcher:
         self.join()
 
     def taint(self, ids: Tensor) -> None:
-        """The CPU table's rows of these ids have changed: what was fetched before is no longer true."""
+        """Invalidates rows of these ids fetched so far, because they have changed in the CPU table."""
         if self._in_flight:
             self._tainted.append(ids)
 
     def taint_all(self) -> None:
-        """The same of all rows."""
+        """Invalidates all rows fetched so far."""
         self._generation += 1
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class Prefetcher:
                 self._record()
 
     def _arrive(self, ids: Tensor, pieces: list[Piece], tainted: Tensor | None) -> None:
-        """Takes fetched rows in, but for those that came, were written back or went in the meantime."""
+        """Loads fetched rows, except those that were loaded, written back or removed in the meantime."""
         if ids.numel() == 0:
             return
         cache = self._cache

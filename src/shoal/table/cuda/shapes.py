@@ -1,4 +1,4 @@
-"""How much of a batch one program of a kernel takes, and its warps: of large programs, when they are interpreted."""
+"""The work of one program of each kernel, and its warps. In Triton's interpreter, programs are few and large."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def find_shape(width: int) -> tuple[int, int]:
 
 
 def insert_shape() -> tuple[int, int, int | None]:
-    """Ids of one program, its warps, and registers of a thread: with more of them fewer programs run at once."""
+    """Ids of one program, its warps, and registers per thread; with more of these, fewer programs run at once."""
     return (256, 1, None) if interpreted() else (128, 4, 64)
 
 
@@ -48,7 +48,7 @@ def summed_shape(width: int) -> tuple[int, int]:
 
 
 def crossing_shape(width: int) -> tuple[int, int, int]:
-    """Blocks that a program of `update_crossing` looks at, those whose sums it takes at once, and its warps."""
+    """Blocks of one program of `update_crossing`, blocks whose sums it reads at once, and its warps."""
     if interpreted():
         return 4, 4, 1
     warps = 4 if width > 32 else 1
@@ -63,12 +63,12 @@ def pool_shape(width: int) -> tuple[int, int]:
 
 
 def claim_shape() -> tuple[int, int, int | None]:
-    """Ids of one program of `claim`, its warps, and registers of a thread."""
+    """Ids of one program of `claim`, its warps, and registers per thread."""
     return insert_shape()
 
 
 def start_shape(width: int) -> tuple[int, int, int]:
-    """Rows that a program of `start` makes at once, its warps, and the most programs there are."""
+    """Rows that a program of `start` creates at once, its warps, and the most programs."""
     if interpreted():
         return 64, 1, 2
     return max(1, min(64, 2048 // width)), 4, 1056
@@ -80,17 +80,17 @@ def prepare_shape() -> tuple[int, int]:
 
 
 def hold_shape() -> tuple[int, int, int | None]:
-    """Ids of one program of `hold`, its warps, and registers of a thread."""
+    """Ids of one program of `hold`, its warps, and registers per thread."""
     return (1024, 1, None) if interpreted() else insert_shape()
 
 
 def replace_shape() -> tuple[int, int, int, int | None]:
-    """Ids that a program of `replace` takes at once, its warps, the most programs there are, and registers."""
+    """Ids that a program of `replace` takes at once, its warps, the most programs, and registers per thread."""
     return (1024, 1, 2, None) if interpreted() else (128, 4, 2112, None)
 
 
 def place_shape() -> tuple[int, int, int]:
-    """Ids that a program of `place` takes at once, its warps, and the most programs there are."""
+    """Ids that a program of `place` takes at once, its warps, and the most programs."""
     return (1024, 1, 2) if interpreted() else (64, 4, 1056)
 
 
@@ -100,10 +100,10 @@ def settle_shape() -> tuple[int, int]:
 
 
 def weigh_shape() -> tuple[int, int, int]:
-    """Buckets that a program of `weigh` takes at once, the programs of a table, and its warps."""
+    """Buckets that a program of `weigh` takes at once, programs per table, and warps."""
     return (1024, 1, 1) if interpreted() else (64, 32, 4)
 
 
 def let_go_shape() -> tuple[int, int, int, int]:
-    """Rows that a program of `let_go` takes at once, those it compares them with, the programs of a table, warps."""
+    """Rows that a program of `let_go` takes at once, rows it compares them with, programs per table, and warps."""
     return (256, 1024, 1, 1) if interpreted() else (64, 128, 128, 4)

@@ -1,4 +1,4 @@
-"""`StoredTable`: what a GPU table is made of and how its rows come and go as a whole; its calls are in `table`."""
+"""`StoredTable`: the parts of a GPU table, its budget and its checkpoints; reads and writes are in `table`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal import _core
 from shoal.errors import CapacityError, ConfigError, UnsupportedError
-from shoal.table.arguments import as_ids, as_int, as_rows
+from shoal.table.arguments import as_ids, as_int, as_part, as_rows
 from shoal.table.budget.calls import code_scores
 from shoal.table.budget.evicted import EvictionStats, MissRatioCurve
 from shoal.table.checkpoint.copies import about_to_change
@@ -27,23 +27,14 @@ from shoal.table.cuda.judge import Judge
 from shoal.table.cuda.layout import row_layout
 from shoal.table.cuda.marks import Marks
 from shoal.table.cuda.storage import Storage
+from shoal.table.reference.filters import hash_id
 from shoal.table.table import HashTable
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
-
-
-def hash_id(x: int) -> int:
-    """The hash of csrc/core/hash.h."""
-    x &= _MASK
-    for _ in range(2):
-        x ^= x >> 32
-        x = x * 0xD6E8FEB86659FD93 & _MASK
-    return x ^ x >> 32
 
 
 def in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps other threads out of the table's storage while a call enqueues its work."""
+    """Decorator that locks the table's storage while a call enqueues its work."""
 
     @functools.wraps(method)
     def call(self: StoredTable, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +45,7 @@ def in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StoredTable(HashTable):
-    """A table whose index and rows are in a `Storage`, of its own or shared with tables like it."""
+    """A table whose index and rows are in a `Storage`, its own or one shared with similar tables."""
 
     # --- building -----------------------------------------------------------------------------------------------------
 
@@ -69,7 +60,7 @@ class StoredTable(HashTable):
         self._shared: Storage | None = None
         self._making = threading.Lock()
         self._number = 0
-        self._host = _core.Table(layout, self.seed)  # has no rows: the filter, the clock and the scales
+        self._host = _core.Table(layout, self.seed)  # holds the filter, the clock and the scales, but no rows
         self._marks: Marks | None = None
         self._judge = Judge(self.name, self.device)
         self._changes = Changes(self)
@@ -77,16 +68,16 @@ class StoredTable(HashTable):
         self._version = 0
         self._walked: tuple[tuple[int, int], Tensor, Tensor] | None = None
         self._handle = compiled.register(self)
-        self._token = torch.zeros(1, device=self.device)  # what orders calls inside compiled code
+        self._token = torch.zeros(1, device=self.device)  # keeps calls in order in compiled code
         return self._host
 
     on_gpu = True
     grows = True
-    """Whether a call of several tables makes room for its ids first; a cache makes its own."""
+    """Whether a call over several tables makes room for its ids first; a cache makes room itself."""
 
     @property
     def _storage(self) -> Storage:
-        """Index and rows, made when they are first needed."""
+        """Index and rows, created when first needed."""
         if self._shared is None:
             with self._making:
                 if self._shared is None:
@@ -94,18 +85,18 @@ class StoredTable(HashTable):
         return self._shared
 
     def _new_storage(self) -> Storage:
-        """An empty one, for this table alone."""
+        """An empty storage for this table alone."""
         return Storage(self._layout, self.device) if self._budget is None else self._budget.storage(self)
 
     def join(self, storage: Storage, number: int) -> None:
         """Makes this table, which has no rows yet and no budget, number ``number`` of a storage."""
         if self._shared is not None:
-            raise ConfigError(f"table {self.name!r} must have no rows of its own")
+            raise ConfigError(f"table {self.name!r} must be empty before it joins a shared storage")
         self._shared, self._number = storage, number
 
     @property
     def _native(self) -> _core.Table:  # type: ignore[bad-override]
-        raise UnsupportedError(f"table {self.name!r} is on {self.device}; this operation works on CPU tables")
+        raise UnsupportedError(f"table {self.name!r} is on {self.device}; this operation works only on CPU tables")
 
     def _set_touched(self, touched: Any, number: int) -> None:
         self._marks = self._marks or Marks(self._arrivals)
@@ -113,11 +104,11 @@ class StoredTable(HashTable):
 
     @in_turn
     def track(self, tracker: _core.Tracker) -> None:
-        """As `HashTable.track`; ids come home from the device without a wait of their writers."""
+        """As `HashTable.track`; ids are copied from the device without making writers wait."""
         if self._storage.replayed:
             raise UnsupportedError(
-                f"table {self.name!r}: a CUDA graph was captured that writes it and cannot tell which ids; follow the "
-                "table before, and train without one"
+                f"table {self.name!r}: a captured CUDA graph writes to it and cannot report which ids; track the table "
+                "before any capture, and train without a graph"
             )
         self._marks = self._marks or Marks(self._arrivals)
         self._marks.trackers = [*self._marks.trackers, tracker]
@@ -131,35 +122,35 @@ class StoredTable(HashTable):
 
     @property
     def replayed(self) -> bool:  # pyrefly: ignore[bad-override]
-        """Whether a CUDA graph was captured that changes rows."""
+        """Whether a CUDA graph that changes rows was captured."""
         return bool(self._storage.replayed)
 
     def settle(self) -> None:
-        """Waits until trackers have been told of all writes so far."""
+        """Waits until all writes so far have been reported to trackers."""
         self._arrivals.settle()
 
     @property
-    def tells_removed(self) -> bool:
-        """Whether somebody wants to know which ids are removed."""
+    def reports_removed(self) -> bool:
+        """Whether a tracker or an incremental checkpoint needs the removed ids."""
         return self._changes.tracked or (self._marks is not None and bool(self._marks.trackers))
 
     def expect_removed(self, sent: Sent, number: int) -> None:
-        """Rows of ids left: how many, the ids, and the number of each one's table above 32 bits. Who wants to know is
-        told when they have arrived."""
+        """Reports removed ids once ``sent`` has arrived: their number, the ids, and words with the table number of each
+        in the upper 32 bits."""
         changes, marks, epoch = self._changes, self._marks, self._storage.epoch
 
-        def told(count: Tensor, ids: Tensor, packed: Tensor) -> None:
+        def receive(count: Tensor, ids: Tensor, packed: Tensor) -> None:
             gone = ids[: int(count)][packed[: int(count)] >> 32 == number]
             if changes.tracked:
                 changes.removed(epoch, gone)
             if marks is not None:
                 marks.removed(gone)
 
-        self._arrivals.expect(sent, told)
+        self._arrivals.expect(sent, receive)
 
     @in_turn
     def all_ids(self) -> Iterator[Tensor]:
-        """As `HashTable.all_ids`; they are listed now."""
+        """As `HashTable.all_ids`; the ids are listed at the time of the call."""
         self._judge.check(wait=True)
         return iter([ids.cpu() for ids, _, _ in self._storage.chunks(self._number)])
 
@@ -169,10 +160,10 @@ class StoredTable(HashTable):
         self._judge.check(wait=True)
         rows = self._storage.find(ids.to(self.device), self._number, "rows")
         words = bridge.from_device(self._storage.arena.gather(rows, self._layout.words))
-        whole = self._layout.to_native(words) if self.serving else words.view(torch.uint8)
-        there = (rows >= 0).cpu()
-        whole = whole.view(ids.numel(), -1)[:, begin:end].contiguous()
-        return whole.mul_(there.view(-1, 1)), int(there.sum())
+        out = self._layout.to_native(words) if self.serving else words.view(torch.uint8)
+        known = (rows >= 0).cpu()
+        out = out.view(ids.numel(), -1)[:, begin:end].contiguous()
+        return out.mul_(known.view(-1, 1)), int(known.sum())
 
     @in_turn
     def fetch_times(self, ids: Tensor) -> Tensor:
@@ -180,22 +171,23 @@ class StoredTable(HashTable):
         rows = self._storage.find(ids.to(self.device), self._number, "rows")
         return torch.where(rows >= 0, self._storage.arena.row_times(rows.clamp(min=0)), 0).cpu()
 
+    @in_turn
     def fetch_kept(self, ids: Tensor) -> Tensor:
         """As `HashTable.fetch_kept`."""
         assert self._budget is not None
         rows = self._storage.find(ids.to(self.device), self._number, "rows")
         return torch.where(rows >= 0, self._budget.lasting(self._storage, rows.clamp(min=0)), 0).cpu()
 
-    def _former_ids(self) -> Tensor | None:
-        """All ids, if somebody wants to know which are removed."""
+    def _ids_to_report(self) -> Tensor | None:
+        """All ids, before they are removed; None if no tracker needs them."""
         if self._marks is None or not self._marks.trackers:
             return None
         return torch.cat([ids.cpu() for ids, _, _ in self._storage.chunks(self._number)])
 
-    def _replaced(self, former: Tensor | None) -> None:
-        """All rows are others now; these ids had one before."""
-        if former is not None and self._marks is not None:
-            self._marks.replace(former)
+    def _replaced(self, previous: Tensor | None) -> None:
+        """Reports that all rows were replaced; ``previous`` are the ids that had a row before."""
+        if previous is not None and self._marks is not None:
+            self._marks.replace(previous)
 
     def _client_lookup(self, ids: Tensor) -> Tensor:
         return self.lookup(ids.to(self.device)).cpu()
@@ -224,8 +216,8 @@ class StoredTable(HashTable):
             return self._storage.insert(ids, self._number, counts=self._counts(ids.numel()), **options)
         except CapacityError as error:
             raise CapacityError(
-                f"table {self.name!r}: no room for {ids.numel()} ids more: {error}; nothing was changed. "
-                "Evict rows, use a narrower optimizer state, or put a CachedHashTable over a CPU table"
+                f"table {self.name!r}: no room for {ids.numel()} more ids: {error}; nothing was changed. "
+                "Evict rows, use an optimizer with less state, or put a CachedHashTable over a CPU table"
             ) from None
 
     # --- its budget ---------------------------------------------------------------------------------------------------
@@ -251,10 +243,8 @@ class StoredTable(HashTable):
         assert self._budget is not None
         return self._budget.pinned.sort().values.cpu()
 
-    def collect_evicted(self, limit: int = 1 << 20) -> Collected:  # type: ignore[bad-override]
-        """As `HashTable.collect_evicted`; the rows are copied to host memory."""
-        self._check_budget("collect_evicted")
-        return Collected(self, limit)
+    def _collector(self, limit: int) -> Collected:
+        return Collected(self, limit)  # copies rows to host memory
 
     @in_turn
     def eviction_stats(self) -> EvictionStats:
@@ -277,11 +267,10 @@ class StoredTable(HashTable):
         assert self._budget is not None
         return self._budget.next_epoch()
 
-    def set_score(self, score: float | None) -> None:
-        """As `HashTable.set_score`."""
-        self._check_scores()
+    @in_turn
+    def _set_score(self, score: float, given: bool) -> None:
         assert self._budget is not None
-        self._budget.set_score(score)
+        self._budget.set_score(score, given)
 
     def _eviction_state(self) -> dict[str, Any]:
         assert self._budget is not None
@@ -293,21 +282,21 @@ class StoredTable(HashTable):
             self._budget.set_state(storage, state)
 
     def _refuse_nan(self, scores: Tensor) -> None:
-        """`evicting.insert` does, without a wait."""
+        """Does nothing: `evicting.insert` checks for NaN without a wait."""
 
     def _scores_before(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         with self._storage as storage:
             rows, kept = storage.find(ids, 0, "rows"), storage.arena.scores
             assert kept is not None
             known = rows >= 0
-            code = (kept.tensor[0][rows.clamp(min=0).long()].long() & 0xFFFFFFFF) & ~3  # without what is not the score
+            code = (kept.tensor[0][rows.clamp(min=0).long()].long() & 0xFFFFFFFF) & ~3  # only the bits of the score
             return torch.where(known, code_scores(code), 0.0), known
 
-    # --- what there is ------------------------------------------------------------------------------------------------
+    # --- sizes --------------------------------------------------------------------------------------------------------
 
     @in_turn
     def size(self) -> int:
-        """How many ids have a row. Waits for the device."""
+        """The number of rows. Waits for the device."""
         self._judge.check(wait=True)
         return self._storage.counts.sizes()[self._number]
 
@@ -321,7 +310,7 @@ class StoredTable(HashTable):
         return self._host.max_update_time()
 
     def as_op(self, name: str | None = None) -> HashTable:
-        """Waits until everything asked of this table has been applied, and raises what went wrong meanwhile."""
+        """Waits until all calls on this table have been applied, and raises errors from them."""
         self._judge.check(wait=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -330,7 +319,7 @@ class StoredTable(HashTable):
 
     @in_turn
     def reserve(self, rows: int) -> HashTable:
-        """Takes memory for so many ids in all, so that no call waits or takes memory before there are as many."""
+        """Allocates memory for ``rows`` ids in total; until that many exist, calls neither wait nor allocate."""
         counts = [0] * self._storage.tables
         counts[self._number] = as_int(rows, self.name, "rows")
         try:
@@ -357,33 +346,33 @@ class StoredTable(HashTable):
         return bridge.Staged(self, self._empty_native())
 
     def _empty_native(self) -> _core.Table:
-        """A CPU table for rows of this one: with its policy, and without its limits."""
+        """An empty CPU table for this table's rows, with its policy but without its limits."""
         if self._budget is None:
             return _core.Table(self._layout.native, 0)
         policy = self.table_config.eviction.policy
         return _core.Table(self._layout.native, 0, 1, _core.EvictOptions(policy, 0, None, False, 0, 0, False))
 
     def _lasting(self) -> Callable[[Tensor], Tensor] | None:
-        """What tells what the policy keeps of rows."""
+        """The function that returns the eviction policy's state of rows; None without a budget."""
         budget = self._budget
         return None if budget is None else lambda rows: budget.lasting(self._storage, rows)
 
     def source(self, since: int = 0, *, stale: bool = False) -> Any:
-        """What a save takes: a list of ids now, and their rows by parts, so that little host memory is enough."""
+        """The rows for a save: ids are listed now and rows copied in parts, so that little host memory is used."""
         self._judge.check(wait=True)
         rows = bridge.RowSource(self, since)
         return self._host, None if stale else self._expiry, 0, rows.take, rows.parts
 
     @property
     def changes(self) -> Any:
-        """What is known of changes, for incremental checkpoints."""
+        """The record of changes, for incremental checkpoints."""
         return self._changes
 
     @in_turn
     def adopt(self, native: _core.Table) -> None:
         """Replaces all rows with those of a CPU table, and takes its clock and scales."""
         about_to_change(self)
-        storage, former = self._storage, self._former_ids()
+        storage, previous = self._storage, self._ids_to_report()
         try:
             if storage.tables == 1:
                 fresh, budget = self._new_storage(), self._budget
@@ -398,14 +387,14 @@ class StoredTable(HashTable):
                 bridge.to_device(storage, self._number, native)
         except CapacityError as error:
             raise CapacityError(
-                f"table {self.name!r}: no room for {native.size()} rows beside those it has: {error}; nothing was "
-                "changed. Restore into an empty table, or put a CachedHashTable over a CPU table"
+                f"table {self.name!r}: no room for {native.size()} rows in addition to the current ones: {error}; "
+                "nothing was changed. Restore into an empty table, or put a CachedHashTable over a CPU table"
             ) from None
         self._version += 1
         if storage.epoch:
-            storage.begin_epoch()  # of other tables' changes, too
+            storage.begin_epoch()  # the storage's other tables share the epoch
         self._changes.start_over()
-        self._replaced(former)
+        self._replaced(previous)
         self._host.raise_max_update_time(native.max_update_time())
         self._host.set_scales(native.scales())
 
@@ -413,15 +402,7 @@ class StoredTable(HashTable):
     def save_as_tensor(self, shard_idx: int, num_shards: int, limit: int, offset: int) -> tuple[int, list[bytes]]:
         """As `HashTable.save_as_tensor`."""
         self.check_trains("save_as_tensor")
-        shard_idx, num_shards, limit, offset = map(int, (shard_idx, num_shards, limit, offset))
-        if not 0 <= shard_idx < num_shards:
-            raise ConfigError(
-                f"table {self.name!r}: shard_idx must be 0..num_shards - 1, got {shard_idx} of {num_shards}"
-            )
-        if limit < 1:
-            raise ConfigError(f"table {self.name!r}: limit must be at least 1, got {limit}")
-        if offset < 0:
-            raise ConfigError(f"table {self.name!r}: offset must be 0 or what the call before returned, got {offset}")
+        shard_idx, num_shards, limit, offset = as_part(self.name, shard_idx, num_shards, limit, offset)
         version = self._version, self._storage.turn.writes
         if self._walked is None or self._walked[0] != version:
             self._walked = version, *self._storage.entries(self._number)

@@ -1,4 +1,4 @@
-"""`CudaHashTable`: a `HashTable` whose rows live in GPU memory."""
+"""`CudaHashTable`: a `HashTable` with its rows in GPU memory."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from shoal.table.config.native import default_expiry_s, slot_expiry_s
 from shoal.table.cuda import bridge, compiled, groups
 from shoal.table.cuda.backend import capturing
 from shoal.table.cuda.storage import FRESH, ROW
-from shoal.table.cuda.stored import StoredTable, hash_id, in_turn
+from shoal.table.cuda.stored import StoredTable, in_turn
 from shoal.table.cuda.updates import Update, update_rows
+from shoal.table.reference.filters import hash_id
 from shoal.table.table import HashTable
 
 
 class CudaHashTable(StoredTable):
-    """What ``HashTable(..., device="cuda")`` is: the same calls, on tensors of that device.
+    """The class of ``HashTable(..., device="cuda")``: the same calls, on tensors of that device.
 
-    Lookups, updates and inserts run on the current stream and do not wait for the device, as long as there is room for
-    the ids (`reserve`): the host counts how many there may be, and looks when they might not fit. Calls may come from
-    several threads and streams; each sees what the one before did. What returns a Python number, or has a filter to
-    ask, waits.
+    Lookups, updates and inserts run on the current stream and do not wait for the device as long as there is room for
+    the ids (`reserve`): the host keeps an upper bound of their number, and only checks when they might not fit. Calls
+    can come from several threads and streams; each sees the effects of the previous one. Calls that return a Python
+    number or use a filter wait for the device.
 
-    With ``on_bad_gradient="raise"`` a NaN or infinite gradient makes its call change nothing, and the error comes with
-    a later call or `as_op`, when the device has told of it. So does that of a value of `assign`.
+    With ``on_bad_gradient="raise"``, a call with a NaN or infinite gradient changes nothing, and a later call or
+    `as_op` raises the error, once the device has reported it. The same holds for the values of `assign`.
 
-    ``deterministic``: the sums of equal ids' gradients are the same to the last bit in every run; without it their
-    order may depend on where rows lie.
+    With ``deterministic``, the sums of equal ids' gradients are bitwise equal in every run; without it, the order of
+    addition can depend on the positions of rows.
     """
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -66,13 +67,13 @@ class CudaHashTable(StoredTable):
         self._host.raise_max_update_time(seconds)
         self._version += 1
         out = torch.empty(ids.numel(), self.dim_size, dtype=torch.float32, device=self.device)
-        refused = self._budget is not None and not self._host.has_filter()  # what a filter keeps out is zeros
+        refused = self._budget is not None and not self._host.has_filter()  # ids that a filter rejects give zeros
         self._storage.arena.start_fresh(rows, ids, self._seed, out=out, refused=refused)
         self._mark(ids, torch.where(rows & FRESH != 0, rows, -1), trained=False)
         return self._read(self._storage.arena.gather(rows, self.dim_size, out, refused))
 
     def group_key(self) -> Hashable:
-        """As `shoal.table.protocol` asks: tables with equal keys can be one group."""
+        """Tables with equal keys can form a group (`shoal.table.protocol`)."""
         return groups.group_key(self)
 
     @staticmethod
@@ -81,7 +82,7 @@ class CudaHashTable(StoredTable):
         return groups.make_group(tables)
 
     def read(self, ids: Tensor, *, initial: bool) -> Tensor:
-        """`lookup`, where an unknown id may give its initial row: zeros while a filter decides which ids get one."""
+        """`lookup`; with ``initial``, an unknown id gives its initial row, or zeros if the table has a filter."""
         rows = self._lookup(ids, False, 0)
         if not initial or self.serving or self._host.has_filter() or ids.numel() == 0:
             return rows
@@ -91,7 +92,7 @@ class CudaHashTable(StoredTable):
         return torch.where(unknown[:, None], first, rows)
 
     def _read(self, weights: Tensor) -> Tensor:
-        """Raw weights as lookups show them."""
+        """Converts stored weights to the values that lookups return."""
         layout = self._storage.layout
         if layout.plain:
             return weights
@@ -135,7 +136,7 @@ class CudaHashTable(StoredTable):
     def assign(
         self, ids: Tensor, values: Tensor, req_time: Any = None, *, scores: Any = None, distinct: bool = False
     ) -> HashTable:
-        """As `HashTable.assign`. With ``distinct`` an id that comes twice after all gets parts of both values."""
+        """As `HashTable.assign`. An id that occurs twice despite ``distinct`` gets parts of both values."""
         return self._assign(ids, values, req_time, scores, add=False, distinct=distinct)
 
     def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None, *, scores: Any = None) -> HashTable:
@@ -152,7 +153,7 @@ class CudaHashTable(StoredTable):
         self._judge.check()
         how = "raise" if self.finite_values else "ignore"
         gate, _ = self._judge.judge(values, self.dim_size, how, "values")
-        if self._host.has_filter():  # which counts: what is refused must not be asked about
+        if self._host.has_filter():  # the filter counts occurrences, so it must not see rejected ids
             self._judge.check(wait=True)
         drop = self._filtered(ids, dedup=False, remember=add)
         if self._layout.skip_zero and not add:
@@ -163,7 +164,7 @@ class CudaHashTable(StoredTable):
         arena, layout = self._storage.arena, self._layout
         if add or layout.words > layout.dim:
             arena.start_fresh(rows, ids, self._seed)
-        elif not distinct and not layout.serving:  # rows are overwritten whole
+        elif not distinct and not layout.serving:  # rows are overwritten completely
             rows = torch.where(rows >= 0, rows & ROW, rows)
         if distinct and not layout.serving:
             arena.scatter(rows, values.view(-1, self.dim_size))
@@ -173,7 +174,10 @@ class CudaHashTable(StoredTable):
         return self
 
     def _without_zeros(self, ids: Tensor, values: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor, None]:
-        """Removes ids whose last value is a zero vector; the other ids, distinct, and their last values. Waits."""
+        """Removes ids whose last value is zeros; returns the other distinct ids and their last values.
+
+        Waits for the device.
+        """
         distinct, group = torch.unique(ids, return_inverse=True)
         at = torch.arange(ids.numel(), device=self.device)
         if drop is not None:
@@ -198,9 +202,9 @@ class CudaHashTable(StoredTable):
         scores: Any = None,
         distinct: bool = False,
     ) -> HashTable:
-        """As `HashTable.apply_gradients`. ``distinct`` promises that no id comes twice, which saves a sort.
+        """As `HashTable.apply_gradients`. ``distinct`` promises that no id occurs twice, which saves a sort.
 
-        With ``distinct`` an id that comes twice after all makes one of its steps, or a mixture of both.
+        An id that occurs twice despite ``distinct`` makes one of its steps, or a mixture of both.
         """
         self.check_trains("apply_gradients")
         if torch.compiler.is_compiling():
@@ -230,7 +234,7 @@ class CudaHashTable(StoredTable):
         gate: Tensor | None = None,
         judged: bool = False,
     ) -> None:
-        """`apply_gradients` with checked arguments. ``judged``: the gradients of tables that raise were looked at."""
+        """`apply_gradients` with checked arguments. ``judged``: gradients of tables that raise have been checked."""
         self._check_step(step)
         self._check_marks()
         about_to_change(self)
@@ -238,7 +242,7 @@ class CudaHashTable(StoredTable):
         drop = None
         if self.on_bad_gradient == "skip" or not judged:
             gate, drop = self._judge.judge(grads, self.dim_size, self.on_bad_gradient)
-            if self._host.has_filter():  # which counts: what is refused must not be asked about
+            if self._host.has_filter():  # the filter counts occurrences, so it must not see rejected ids
                 self._judge.check(wait=True)
         drop = self._filtered(ids, dedup=dedup, remember=False, skip=drop)
         if drop is not None and self._host.has_filter() and bool((drop != 0).all()):
@@ -262,7 +266,7 @@ class CudaHashTable(StoredTable):
         return Update(rates, self._host.scales(), step, noise, self._seed)
 
     def _move_scales(self, step: int) -> None:
-        """`Table::update_scales` of the native core."""
+        """Equivalent to `Table::update_scales` in the native core."""
         if self._storage.layout.plain or step < 0:
             return
         scales = self._host.scales()
@@ -278,14 +282,14 @@ class CudaHashTable(StoredTable):
     def _check_marks(self) -> None:
         if self._marks is not None and capturing(self.device):
             raise UnsupportedError(
-                f"table {self.name!r}: a CUDA graph cannot tell which ids it wrote to the replicas that follow the "
-                "table; train without one"
+                f"table {self.name!r}: a CUDA graph cannot report which ids it writes to the table's replicas and "
+                "trackers; train without a graph"
             )
 
-    # --- what a write asks first --------------------------------------------------------------------------------------
+    # --- checks before a write ----------------------------------------------------------------------------------------
 
     def _filtered(self, ids: Tensor, *, dedup: bool, remember: bool, skip: Tensor | None = None) -> Tensor | None:
-        """uint8: which ids the filter, or ``skip``, keeps out; None: none. Waits for the device if it has a filter."""
+        """uint8: which ids the filter or ``skip`` rejects; None: none. Waits for the device if there is a filter."""
         if not self._host.has_filter() or ids.numel() == 0:
             return skip
         unknown = self._storage.find(ids, self._number, "rows") < 0
@@ -301,19 +305,22 @@ class CudaHashTable(StoredTable):
 
     @property
     def skipped_gradients(self) -> int:
-        """Occurrences passed over for a NaN or infinite gradient, with ``on_bad_gradient="skip"``. Waits."""
+        """Occurrences skipped because of a NaN or infinite gradient, with ``on_bad_gradient="skip"``.
+
+        Waits for the device.
+        """
         return self._judge.skipped
 
     @skipped_gradients.setter
     def skipped_gradients(self, count: int) -> None:
-        if hasattr(self, "_judge"):  # else it is being built
+        if hasattr(self, "_judge"):  # else the table is being built
             self._judge.skipped = count
 
     # --- removal and the rest -----------------------------------------------------------------------------------------
 
     @in_turn
     def reinitialize(self, ids: Tensor) -> tuple[HashTable, Tensor]:
-        """Fresh weights and optimizer state; int32 ``[n]``: 1 where the id existed, 0 where it was inserted."""
+        """Resets weights and optimizer state; returns int32 ``[n]``, 1 if an id existed and 0 if it was inserted."""
         ids = self._ids(ids)
         self._check_marks()
         about_to_change(self)
@@ -323,7 +330,7 @@ class CudaHashTable(StoredTable):
         fresh = (rows >= 0) & (rows & FRESH != 0)
         existed = torch.ones(ids.numel(), dtype=torch.int32, device=self.device)
         if ids.numel():
-            # The first of equal new ids was inserted, the others were there by then.
+            # The first of equal new ids was inserted; the others existed by then.
             distinct, group = torch.unique(rows & ROW, return_inverse=True)
             first = torch.full((distinct.numel(),), ids.numel(), device=self.device)
             first.scatter_reduce_(0, group, torch.arange(ids.numel(), device=self.device), "amin")
@@ -336,22 +343,22 @@ class CudaHashTable(StoredTable):
 
     @in_turn
     def erase(self, ids: Tensor) -> int:
-        """Removes ids; returns how many there were. Waits for the device."""
+        """Removes ids; returns how many of them had a row. Waits for the device."""
         ids = self._ids(ids)
         about_to_change(self)
         self._version += 1
-        there = ids[:0]
-        if self._changes.tracked or (self._marks is not None and self._marks.trackers):
-            there = torch.unique(ids[self._storage.find(ids, self._number, "rows") >= 0])
-            self._changes.remove(there)
+        known = ids[:0]
+        if self.reports_removed:
+            known = torch.unique(ids[self._storage.find(ids, self._number, "rows") >= 0])
+            self._changes.remove(known)
         erased = self._storage.erase(ids, self._number)
         if self._marks is not None:
-            self._marks.remove(there)
+            self._marks.remove(known)
         return erased
 
     @in_turn
     def evict(self, max_update_time: Any = None) -> int:
-        """Removes rows whose expiry has passed at ``max_update_time`` (by default the table's own); their number."""
+        """Removes rows that have expired at ``max_update_time`` (default: the table's); returns their number."""
         now = self.max_update_time if max_update_time is None else as_int(max_update_time, self.name, "max_update_time")
         about_to_change(self)
         config = self.table_config.slot_expire_time_config
@@ -372,11 +379,11 @@ class CudaHashTable(StoredTable):
 
     @in_turn
     def clear(self) -> HashTable:
-        """Removes all rows and gives their memory back (a table of a `MultiHashTable`: to the others)."""
+        """Removes all rows and frees their memory (in a `MultiHashTable`, for its other tables)."""
         about_to_change(self)
         self._version += 1
-        former = self._former_ids()
+        previous = self._ids_to_report()
         self._storage.clear(self._number)
         self._changes.start_over()
-        self._replaced(former)
+        self._replaced(previous)
         return self

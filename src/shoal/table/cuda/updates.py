@@ -1,4 +1,4 @@
-"""Gradients into the rows of a `Storage`: launches of the optimizer kernels, one for each segment."""
+"""Application of gradients to the rows of a `Storage`: launches of the optimizer kernels, one per segment."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from shoal.table.cuda.layout import Segment
 from shoal.table.cuda.shapes import crossing_shape, distinct_shape, each_shape, row_shape, summed_shape
 from shoal.table.cuda.storage import Storage
 
-_AS_WRITTEN = ("ftrl", "group_ftrl")  # a difference of roots: without fused multiply-adds
-
 
 @dataclass(frozen=True)
 class Update:
-    """What a batch of gradients comes with, besides ids and gradients."""
+    """The parameters of an update, besides ids and gradients."""
 
     rates: Sequence[Sequence[float]]
-    """Learning rate of each segment, for each table of the storage."""
+    """The learning rate of each segment, for each table of the storage."""
     scales: Sequence[float]
-    """Of one_bit segments, one for each segment."""
+    """The scales of one_bit segments, one per segment."""
     step: int
     noise: int
     seed: int
@@ -43,16 +41,16 @@ def update_rows(
     distinct: bool,
     deterministic: bool,
 ) -> None:
-    """Gradients of ids into their ``rows``, which `Storage.insert` gave."""
+    """Applies the gradients of ids to their ``rows``, which `Storage.insert` returned."""
     if distinct:
         return _apply_distinct(storage, rows, ids, table, grads, update)
     storage.arena.start_fresh(rows, ids, update.seed)
     if deterministic:
-        # Sorted by id, so that equal batches are cut alike whatever rows their ids have.
+        # Sorted by id, so that equal batches are summed in the same order whatever rows their ids have.
         order = torch.sort(ids, stable=True)[1]
         if isinstance(table, Tensor):
             order = order[torch.sort(table[order], stable=True)[1]]
-        order = order[torch.sort(rows[order] < 0, stable=True)[1]]  # what is passed over splits no storage
+        order = order[torch.sort(rows[order] < 0, stable=True)[1]]  # rejected ids last, where they change no sums
         ordered = rows[order]
     else:
         ordered, order = torch.sort(rows, stable=True)
@@ -61,7 +59,7 @@ def update_rows(
 
 
 def _multi(storage: Storage, s: Segment, update: Update, table: int | Tensor) -> tuple[float, Tensor | None]:
-    """The rate of all rows, or the rates of the tables on the device."""
+    """The rate for all rows, or the tables' rates as a tensor on the device."""
     if not isinstance(table, Tensor):
         return update.rates[table][s.index], None
     rates = tuple(of_table[s.index] for of_table in update.rates)
@@ -71,22 +69,19 @@ def _multi(storage: Storage, s: Segment, update: Update, table: int | Tensor) ->
 
 
 def _sent(storage: Storage, rates: tuple[float, ...]) -> Tensor:
-    home = torch.tensor(rates, dtype=torch.float32, device="cpu", pin_memory=storage.device.type == "cuda")
-    return storage.hold(home).to(storage.device, non_blocking=True)  # a graph that it is captured in copies it anew
+    pinned = torch.tensor(rates, dtype=torch.float32, device="cpu", pin_memory=storage.device.type == "cuda")
+    return storage.hold(pinned).to(storage.device, non_blocking=True)  # a captured graph repeats the copy
 
 
 def _kernel(storage: Storage, fn: Any, s: Segment, multi: bool, warps: int, **further: Any) -> Bound:
     """An optimizer kernel for a segment."""
 
     def make() -> Bound:
-        options: dict[str, Any] = {"num_warps": warps}
-        if s.kind in _AS_WRITTEN:
-            options["enable_fp_fusion"] = False
         return Bound.of(
             fn, OPT=s.native.opt, NESTEROV=s.native.nesterov, DECOUPLED=s.native.decoupled,
             ROUND=s.native.stochastic_rounding, ONE_BIT=s.codec == "one_bit", INDEX=s.index, D=s.dim, WIDTH=s.width,
             STRIDE=storage.layout.stride, WEIGHT=s.weight, STATE=s.state, DIM=storage.layout.dim, MULTI=multi,
-            **further, **options,
+            **further, num_warps=warps, enable_fp_fusion=s.fp_fusion,
         )  # fmt: skip
 
     return storage.keep((fn, s.index, multi), make)
@@ -95,7 +90,7 @@ def _kernel(storage: Storage, fn: Any, s: Segment, multi: bool, warps: int, **fu
 def _apply_distinct(
     storage: Storage, rows: Tensor, ids: Tensor, table: int | Tensor, grads: Tensor, update: Update
 ) -> None:
-    """A step for each row; no two are equal. Rows may be marked FRESH."""
+    """Makes a step on each of the distinct rows, which can be marked FRESH."""
     n = rows.numel()
     for s in storage.layout.segments:
         block, warps = distinct_shape(s.width)
@@ -110,7 +105,7 @@ def _apply_distinct(
 def _apply_each(
     storage: Storage, rows: Tensor, order: Tensor, table: int | Tensor, grads: Tensor, update: Update
 ) -> None:
-    """A step for every occurrence in input order; ``rows`` are sorted, -1 first, with their positions in ``order``."""
+    """Makes a step per occurrence in input order; ``rows`` are sorted, -1 first, with their positions in ``order``."""
     n = rows.numel()
     for s in storage.layout.segments:
         block, warps = each_shape(s.width)
@@ -125,7 +120,7 @@ def _apply_each(
 def _apply_summed(
     storage: Storage, rows: Tensor, order: Tensor, table: int | Tensor, grads: Tensor, update: Update
 ) -> None:
-    """One step for each row with the sum of its gradients, added up in a fixed order; ``rows`` as for `_apply_each`."""
+    """Makes one step per row with the sum of its gradients, added in a fixed order; ``rows`` as for `_apply_each`."""
     n = rows.numel()
     for s in storage.layout.segments:
         tile, warps = summed_shape(s.width)
@@ -133,7 +128,7 @@ def _apply_summed(
         tiles = cdiv(n, tile)
         lr, rates = _multi(storage, s, update, table)
         tables = (rows, grads) if rates is None else (table, rates)
-        room = (tiles * s.width + 3) & ~3  # both begin at 16 bytes
+        room = (tiles * s.width + 3) & ~3  # both are aligned to 16 bytes
         opened, closed = torch.empty(2, room, dtype=torch.float32, device=storage.device).unbind()
         rest = (n, s.numbers(lr, update.scales[s.index]), update.step, signed(update.noise))
         held = 0 if interpreted() else s.held
@@ -148,9 +143,9 @@ def _apply_summed(
 
 
 def count_bad(grads: Tensor, dim: int, drop: Tensor | None, before: Tensor | None = None) -> Tensor:
-    """How many rows of ``grads`` hold NaN or infinity, as an int64 on the device; marks them in ``drop`` (uint8).
+    """The number of rows of ``grads`` with NaN or infinity, as int64 on the device; marks them in ``drop`` (uint8).
 
-    With ``before``, what another call gave, they are counted there.
+    The number is added to ``before``, the result of another call, if that is given.
     """
     n = grads.numel() // dim
     bad = torch.zeros(1, dtype=torch.int64, device=grads.device) if before is None else before

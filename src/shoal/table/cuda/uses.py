@@ -1,4 +1,4 @@
-"""`Uses`: which rows of a cache are needed least, by the policies of budgets. Here reads count, too."""
+"""`Uses`: which rows leave a cache first, by the eviction policies of budgets. In a cache, reads count too."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NEVER = 1 << 62
 
 
 class Uses:
-    """What is kept of each row of a cache, by row number. ``evict`` is a policy or its name.
+    """The eviction policy's state of each row of a cache, by row number. ``evict`` is a policy or its name.
 
     Raises:
-        ConfigError: a cache cannot follow the policy.
+        ConfigError: caches do not support the policy.
     """
 
     def __init__(self, evict: Any, where: str) -> None:
@@ -28,7 +28,7 @@ class Uses:
         if isinstance(self.policy, Score) or settings.min_age is not None or settings.admit != "always":
             raise ConfigError(
                 f"{where}: evict of a cache must be Lru(), Slru(), Lfu(), EpochLru(), EpochLfu() or an object with a "
-                f"method scores, without min_age and admit: every row of a batch comes into the cache. Got {evict!r}"
+                f"method scores, without min_age and admit; every row of a batch must fit into the cache. Got {evict!r}"
             )
         self._every_s = self.policy.every_s() if isinstance(self.policy, EpochLru | EpochLfu) else 0
         self.has_epochs = isinstance(self.policy, EpochLru | EpochLfu)
@@ -36,23 +36,22 @@ class Uses:
         self.epoch = 1
 
     def start(self, rows: int, device: torch.device) -> None:
-        """Makes room for so many rows. Row 0 is nobody's."""
-        self._last = torch.zeros(rows + 1, dtype=torch.int64, device=device)  # calls
+        """Allocates the state for ``rows`` rows. Row 0 is never used."""
+        self._last = torch.zeros(rows + 1, dtype=torch.int64, device=device)  # the last call that used the row
         self._counts = torch.zeros_like(self._last) if isinstance(self.policy, Slru | Lfu | EpochLfu) else None
         self._epochs = torch.zeros_like(self._last) if self.has_epochs else None
         own = not isinstance(self.policy, Evict)
         self._scores = torch.zeros(rows + 1, dtype=torch.float32, device=device) if own else None
 
     def begin(self, time_s: int) -> None:
-        """The next call begins; the latest write was at ``time_s``."""
+        """Starts the next call; the latest write was at ``time_s``."""
         self.call += 1
         self._time_s = time_s
         if self._every_s:
             self.epoch = max(self.epoch, time_s // self._every_s)
 
     def note(self, ids: Tensor, rows: Tensor, *, new: bool) -> None:
-        """The rows of ids, which are ``new`` in the cache or have been there, are used now; -1: none. Equal ids count
-        once."""
+        """Records that the rows of ids are used now, ``new`` in the cache or not; -1: no row. Equal ids count once."""
         at = rows.clamp(min=0).long()
         self._last[at] = self.call
         if self._counts is not None:
@@ -65,7 +64,7 @@ class Uses:
             self._scores[at] = self.policy.scores(ids, before, known, time_s=self._time_s).to(before)
 
     def order(self, rows: Tensor) -> tuple[Tensor, int]:
-        """int64: those with the lowest leave first. And how many may: the rows of the current call stay."""
+        """The rank of each row, int64 (lowest leaves first), and how many can leave: all but the current call's."""
         at = rows.long()
         last = self._last[at]
         order = last

@@ -1,1 +1,1 @@
-"""Admission: which ids that have no row yet may get one."""
+"""Admission filters, which decide whether a new id gets a row."""

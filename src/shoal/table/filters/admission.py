@@ -1,4 +1,4 @@
-"""Admission filters: which ids that have no row yet may get one."""
+"""Admission filters, which decide whether a new id gets a row."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,8 @@ from shoal.table.config.validate import validate_slot_occurrence_threshold_confi
 class HashFilter(_core.FilterBlock):
     """A block of approximate counts up to 15: 16-bit cells of a 12-bit signature and a 4-bit count.
 
-    Ids that share a cell's signature share its count. It has ``int(capacity * fill_rate)`` home positions and looks at
-    ``max_step`` cells from an id's home on. Not thread-safe. Memory is taken at the first `add`.
+    Ids that share a cell's signature share its count. The block has ``int(capacity * fill_rate)`` home positions and
+    searches ``max_step`` cells from an id's home position. Not thread-safe. Memory is allocated at the first `add`.
     """
 
     def __init__(self, capacity: int, fill_rate: float = 1.5, max_step: int = 64) -> None:
@@ -27,15 +27,15 @@ class HashFilter(_core.FilterBlock):
         self.max_step = int(max_step)
 
     def add(self, id: int, count: int = 1) -> int:
-        """Counts ``count`` more occurrences; returns the count before, 0 for a new id, 15 where there is no room."""
+        """Adds ``count`` occurrences; returns the previous count, 0 for a new id, 15 if there is no room."""
         return self._add(_int64(id), _count(count), self.max_step)
 
     def get(self, id: int) -> int:
-        """The count: 0 when never seen, 15 where there is no room."""
+        """The count: 0 for an id never seen, 15 if there is no room."""
         return self._get(_int64(id), self.max_step)
 
     def clear(self) -> None:
-        """Forgets everything and gives the memory back."""
+        """Removes all counts and frees the memory."""
         self._clear()
 
     @property
@@ -44,7 +44,7 @@ class HashFilter(_core.FilterBlock):
 
     @property
     def total_size(self) -> int:
-        """Home positions."""
+        """The number of home positions."""
         return self._total()
 
     @property
@@ -62,9 +62,9 @@ class HashFilter(_core.FilterBlock):
 
 
 def _should_be_filtered(self: Any, id: int, count: int = 1, threshold: int | None = None, table: Any = None) -> bool:
-    """Whether a write for ``count`` occurrences of an id without a row is dropped. It counts them.
+    """Counts ``count`` occurrences of an id without a row; returns whether a write for them is dropped.
 
-    ``threshold`` is that of the id's slot unless given; ``table`` matters to the probabilistic filter alone.
+    ``threshold`` defaults to that of the id's slot; ``table`` is used by the probabilistic filter only.
     """
     id = _int64(id)
     if threshold is None:
@@ -72,11 +72,11 @@ def _should_be_filtered(self: Any, id: int, count: int = 1, threshold: int | Non
     return self._should_be_filtered(id, _count(count), max(0, int(threshold)))
 
 
-_native = property(lambda self: self, doc="What the native table holds.")
+_native = property(lambda self: self, doc="The object that the native table holds.")
 
 
 class DummyHashFilter(_core.NoFilter):
-    """Admits everything."""
+    """A filter that admits every id."""
 
     should_be_filtered = _should_be_filtered
     native = _native
@@ -88,7 +88,7 @@ class DummyHashFilter(_core.NoFilter):
 
 @dataclass
 class FilterBlockState:
-    """One block of a sliding filter as files keep it."""
+    """One block of a sliding filter, in the form that files store."""
 
     failure_count: int
     total_size: int
@@ -99,10 +99,11 @@ class FilterBlockState:
 
 
 class SlidingHashFilter(_core.SlidingFilter):
-    """Counts with forgetting: about ``capacity`` ids are remembered, the oldest are forgotten a block at a time.
+    """Admission by count: it remembers about ``capacity`` ids and forgets the oldest, one block at a time.
 
-    A ring of ``max(split_num, 5)`` blocks. An id of threshold t is dropped t times and then admitted. Thread-safe.
-    Memory: ``2.4 * capacity * S / (S - 1)`` bytes when every block is in use, taken block by block.
+    The counts are in a ring of ``S = max(split_num, 5)`` blocks. An id with threshold t is dropped t times and then
+    admitted. Thread-safe. Memory: ``2.4 * capacity * S / (S - 1)`` bytes when every block is in use, allocated block by
+    block.
     """
 
     max_forward_step = 2
@@ -118,11 +119,11 @@ class SlidingHashFilter(_core.SlidingFilter):
         self.name = name
 
     def add(self, id: int, count: int = 1) -> int:
-        """Counts ``count`` more occurrences; returns the count before, 15 where there is no room."""
+        """Adds ``count`` occurrences; returns the previous count, 15 if there is no room."""
         return self._add(_int64(id), _count(count))
 
     def get(self, id: int) -> int:
-        """The count, 15 where there is no room."""
+        """The count; 15 if there is no room."""
         return self._get(_int64(id))
 
     @property
@@ -131,7 +132,7 @@ class SlidingHashFilter(_core.SlidingFilter):
 
     @property
     def split_num(self) -> int:
-        """Blocks of the ring."""
+        """The number of blocks in the ring."""
         return self._split_num()
 
     @property
@@ -163,7 +164,7 @@ class SlidingHashFilter(_core.SlidingFilter):
         return FilterBlockState(failures, total, elements, fill_rate, cells)
 
     def set_block(self, block: int, state: FilterBlockState) -> None:
-        """Replaces one block; its size may differ from what the filter was made with."""
+        """Replaces one block; its size can differ from that of the filter's other blocks."""
         cells = np.ascontiguousarray(state.cells, np.uint16)
         self._set_block(
             block,
@@ -176,13 +177,16 @@ class SlidingHashFilter(_core.SlidingFilter):
         )
 
     def set_head(self, head: int, head_increment: int, failure_count: int) -> None:
-        """Which block is written, how often that moved, and how often there was no room."""
+        """Sets the block that is written to, how often it has advanced, and how often there was no room."""
         self._set_meta(head, head_increment, failure_count)
 
 
 class ProbabilisticFilter(_core.ProbabilisticFilter):
-    """Random admission: with probability ``min(1, count / threshold)``, or ``1 - 0.05 ** (count / threshold)`` when
-    ``equal_probability``, which has let 95 % in after ``threshold`` single occurrences. Keeps no counts."""
+    """Random admission with probability ``min(1, count / threshold)``; it stores no counts.
+
+    With ``equal_probability``, the probability is ``1 - 0.05 ** (count / threshold)``, which admits 95 % of ids within
+    ``threshold`` single occurrences.
+    """
 
     native = _native
 
@@ -200,7 +204,7 @@ class ProbabilisticFilter(_core.ProbabilisticFilter):
         self.name = name
 
     def should_be_filtered(self, id: int, count: int = 1, threshold: int | None = None, table: Any = None) -> bool:
-        """Without a ``table``, or for an id that is in it, never."""
+        """Whether a write is dropped; always False without a ``table``, or for an id that has a row in it."""
         if table is None:
             return False
         asked = torch.tensor([_int64(id)], device=getattr(table, "device", "cpu"))
@@ -237,7 +241,7 @@ def create_hash_filters(
     filter_equal_probability: bool = False,
     filter_type: str = "sliding_hash_filter",
 ) -> list[Any]:
-    """One filter per parameter server, at least one; dummies when ``enable_hash_filter`` is off.
+    """One filter per parameter server, at least one; they admit every id if ``enable_hash_filter`` is off.
 
     ``filter_type`` is ``sliding_hash_filter``, ``probabilistic_filter`` or ``no_filter``. With the defaults a sliding
     filter grows to 840 MB as it fills.

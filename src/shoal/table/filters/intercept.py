@@ -1,4 +1,4 @@
-"""`intercept_gradient`: an admission filter between a model and the gradients of its rows."""
+"""`intercept_gradient`: an admission filter applied to the gradients of rows."""
 
 from typing import Any
 
@@ -27,10 +27,10 @@ class _InterceptGradient(torch.autograd.Function):
 
 
 def intercept_gradient(filter: Any, ids: Tensor, embeddings: Tensor) -> Tensor:
-    """``embeddings`` unchanged; in backward the gradients of ids that the filter drops become zero.
+    """Returns ``embeddings`` unchanged; in backward the gradients of ids that the filter drops become zero.
 
-    ``ids`` is int64 ``[n]``, ``embeddings`` ``[n, dim]``. The backward counts one occurrence for each row. A
-    probabilistic filter, which would have to know the table, drops nothing here.
+    ``ids`` is int64 ``[n]``, ``embeddings`` ``[n, dim]``. Backward counts one occurrence per row. A probabilistic
+    filter drops nothing here, because it would need the table.
     """
     ids = as_int64(as_tensor(ids), "intercept_gradient: ids")
     if embeddings.dim() != 2 or embeddings.shape[0] != ids.numel():
@@ -44,7 +44,7 @@ def intercept_gradient(filter: Any, ids: Tensor, embeddings: Tensor) -> Tensor:
 def _filtered_rows(filter: Any, ids: Tensor) -> Tensor:
     ids = ids.detach().cpu().contiguous().view(-1)
     drop = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
-    if not isinstance(filter, _core.Filter):  # one of the user's own
+    if not isinstance(filter, _core.Filter):  # a custom filter
         for i, id in enumerate(ids.tolist()):
             drop[i] = filter.should_be_filtered(id, 1)
     elif filter._active() and not isinstance(filter, ProbabilisticFilter):

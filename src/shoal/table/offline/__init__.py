@@ -1,1 +1,1 @@
-"""Work on checkpoints without a table: look into them, compare, check, convert and rewrite them, as a stream."""
+"""Tools that inspect, compare, verify, convert and rewrite checkpoints as streams, without a table."""

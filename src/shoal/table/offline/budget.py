@@ -1,4 +1,4 @@
-"""What `shoal table stat` says of a table's budget: how full it is, what it evicted, what other sizes would cost."""
+"""The report of `shoal table stat` on a table's budget: its use, its evictions and the miss ratio of other sizes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from shoal.table.budget.evicted import MissRatioCurve
 
 _SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
-_ENOUGH = 1000  # sampled writes from which on a curve means something
+_ENOUGH = 1000  # the fewest sampled writes for a meaningful curve
 
 
 def show_age(seconds: float) -> str:
-    """A duration for people: its two largest digits.
+    """A duration as text, with two significant digits.
 
     >>> show_age(90), show_age(7200), show_age(200000)
     ('90 s', '2.0 h', '2.3 d')

@@ -1,4 +1,4 @@
-"""What two checkpoints differ in: ids added and removed, rows changed, and how far they moved."""
+"""The differences between two checkpoints: ids added and removed, rows changed, and how far their weights moved."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _SHOWN = 5
 
 @dataclass
 class TableDiff:
-    """One table in both checkpoints; distances are Euclidean, of the weights of ids that both have."""
+    """One table in both checkpoints; distances are Euclidean, between the weights of ids that are in both."""
 
     name: str
     rows_a: int = 0
     rows_b: int = 0
     added: int = 0
-    """Ids in B alone."""
+    """Ids only in B."""
     removed: int = 0
-    """Ids in A alone."""
+    """Ids only in A."""
     changed: int = 0
     """Ids whose weights differ in any bit."""
     state_only: int = 0
-    """Ids whose weights are the same and whose optimizer state or time is not."""
+    """Ids whose weights are equal but whose optimizer state or time differs."""
     same: int = 0
     max_distance: float = 0.0
     sum_distance: float = 0.0
     farthest: list[tuple[float, int]] = field(default_factory=list)
-    """(distance, id) of those that moved most."""
+    """(distance, id) of the ids that moved most."""
     added_ids: list[int] = field(default_factory=list)
     removed_ids: list[int] = field(default_factory=list)
 
@@ -53,7 +53,7 @@ class TableDiff:
 
 @dataclass
 class _Part:
-    """The rows of A that one pass holds, in order of their ids."""
+    """The rows of A in one pass, sorted by id."""
 
     ids: Ints
     times: Ints
@@ -74,14 +74,14 @@ class _Part:
         ]
         ids = ids[order]
         if (again := np.flatnonzero(ids[1:] == ids[:-1])).size:
-            raise DataError(f"{where}: id {ids[again[0]]} comes more than once; see `shoal table verify`")
+            raise DataError(f"{where}: id {ids[again[0]]} occurs more than once; see `shoal table verify`")
         return cls(ids, *columns, met=np.zeros(len(ids), bool))
 
 
 def diff(a: Source, b: Source, wanted: Collection[str], *, memory_bytes: int = 1 << 30) -> list[TableDiff]:
-    """Compares the wanted tables. A's rows are held in memory, in several passes where they exceed ``memory_bytes``.
+    """Compares the wanted tables. A's rows are held in memory, in several passes if they exceed ``memory_bytes``.
 
-    A table that only one of them has counts as empty in the other.
+    A table that is in only one of the checkpoints counts as empty in the other.
     """
     results = {name: TableDiff(name) for name in wanted}
     passes = max(1, -(-a.bytes // max(1, memory_bytes)))
@@ -120,11 +120,11 @@ def _compare(result: TableDiff, part: _Part, batch: Batch, where: str) -> None:
     if not len(at):
         return
     if part.met[at].any():
-        raise DataError(f"{where}: id {part.ids[at[part.met[at]][0]]} comes more than once; see `shoal table verify`")
+        raise DataError(f"{where}: id {part.ids[at[part.met[at]][0]]} occurs more than once; see `shoal table verify`")
     part.met[at] = True
     before, after = part.weights[at], batch.weights[known]
     if before.shape[1] != after.shape[1]:
-        raise DataError(f"table {result.name!r} has {before.shape[1]} weights in one and {after.shape[1]} in the other")
+        raise DataError(f"rows of table {result.name!r} have {before.shape[1]} weights in A and {after.shape[1]} in B")
     moved = (before.view(np.uint32) != after.view(np.uint32)).any(axis=1)
     other = (part.times[at] != batch.times[known]) | (part.states[at] != batch.states[known])
     result.changed += int(moved.sum())

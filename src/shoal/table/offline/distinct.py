@@ -1,4 +1,4 @@
-"""Ids that come twice, found in bounded memory: beyond a limit they are cut by hash into temporary files."""
+"""Detection of duplicate ids in bounded memory: beyond a limit, ids are split by hash into temporary files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _PARTS = 64
 
 
 def parts_of(ids: Ints, parts: int) -> np.ndarray:
-    """Which of ``parts`` each id belongs to; even for ids that share their low or high bits."""
+    """The part of each id, 0 to ``parts - 1``; evenly distributed even if ids share their low or high bits."""
     with np.errstate(over="ignore"):
         mixed = ids.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return ((mixed >> np.uint64(32)) % np.uint64(parts)).astype(np.int64)
 
 
 class Distinct:
-    """Takes ids; says how many of them had come before. ``limit`` ids are held in memory, 8 bytes each."""
+    """Collects ids and counts the duplicates. At most ``limit`` ids are held in memory, 8 bytes each."""
 
     def __init__(self, limit: int = 1 << 25) -> None:
         self.limit = limit
@@ -39,7 +39,7 @@ class Distinct:
             self._spill()
 
     def repeated(self, show: int = 5) -> tuple[int, list[int]]:
-        """How many ids too many there are, and some of those that come more than once. Ends the collection."""
+        """The number of surplus occurrences, and some of the ids that occur more than once. Ends the collection."""
         total, examples = 0, []
         with self._stack:
             if self._files:

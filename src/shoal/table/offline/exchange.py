@@ -1,4 +1,4 @@
-"""Tables to Parquet and CSV, and rows from Parquet, CSV and npz files into a checkpoint."""
+"""Export of tables to Parquet and CSV, and import of rows from Parquet, CSV and npz files into a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def export(
     source: Source, wanted: Sequence[str], out: str, *, kind: str = "parquet", state: bool = False,
     seen: Seen | None = None,
 ) -> dict[str, tuple[str, int]]:  # fmt: skip
-    """Writes the wanted tables as ``parquet`` or ``csv``; table -> (file, rows).
+    """Writes the wanted tables as ``parquet`` or ``csv``; returns table -> (file, number of rows).
 
     One table goes to the file ``out``, several to ``out/<table>.<kind>``. Columns: ``id``, ``time`` and ``embedding``
     (a list of floats; in CSV ``e0``, ``e1``, ...), and with ``state`` the serialized optimizer state, so that
-    `import_rows` gives the rows back bit for bit. Files appear when all of them are complete.
+    `import_rows` restores the rows bit for bit. Files appear when all of them are complete.
     """
     alone = len(wanted) == 1 and not os.path.isdir(out)
     bases = file_bases(wanted)
     paths = {name: out if alone else os.path.join(out, f"{bases[name]}.{kind}") for name in wanted}
     for path in paths.values():
         if os.path.lexists(path):
-            raise ConfigError(f"{path} exists already; give another name, so that nothing is overwritten")
+            raise ConfigError(f"{path} exists already; choose another name")
         make_parents(path)
     drafts = {name: temporary_path(path) for name, path in paths.items()}
     make = _ParquetFile if kind == "parquet" else _CsvFile
@@ -89,7 +89,7 @@ class _ParquetFile:
             fields.append(("state", pa.binary()))
         about = {"shoal.table": name, "shoal.dim": str(dim)}
         self._schema = pa.schema(fields, metadata=about)
-        # Floats hardly compress and ids never repeat: dictionaries would cost time for nothing.
+        # No dictionaries: floats hardly compress and ids never repeat.
         self._writer = pq.ParquetWriter(path, self._schema, compression="zstd", use_dictionary=False)
         self._held: list[Any] = []
         self._rows = 0
@@ -126,14 +126,14 @@ class _ParquetFile:
 class _CsvFile:
     def __init__(self, path: str, name: str, dim: int, state: bool) -> None:
         if state:
-            raise ConfigError("CSV has no place for optimizer state; export --parquet with --state")
+            raise ConfigError("CSV files cannot hold optimizer state; use --parquet with --state")
         self._file = open(path, "x", encoding="ascii")  # noqa: SIM115
         self._file.write(",".join(["id", "time", *(f"e{d}" for d in range(dim))]) + "\n")
 
     def add(self, batch: Batch) -> None:
         lines = []
         for id, time, row in zip(batch.ids.tolist(), batch.times.tolist(), batch.weights, strict=True):
-            lines.append(f"{id},{time},{','.join(map(str, row))}\n")  # the shortest text that reads back as this float
+            lines.append(f"{id},{time},{','.join(map(str, row))}\n")  # the shortest text that parses to this float
         self._file.writelines(lines)
 
     def close(self) -> None:
@@ -153,20 +153,21 @@ def import_rows(
     id_column: str = "id", vector_column: str | None = None, time_column: str = "time", now: int = 0,
     seen: Seen | None = None,
 ) -> int:  # fmt: skip
-    """Makes a checkpoint folder ``out`` with one table of the rows of Parquet, CSV or npz files; how many there are.
+    """Creates a checkpoint folder with one table from Parquet, CSV or npz files; returns the number of rows.
 
     Args:
-        paths: files; the kind follows from the ending.
+        paths: the input files; the extension determines the format.
         out: a new folder, for `restore_incremental`.
-        name: of the table.
-        shards: files of the table; by default one per million rows, four at most.
-        optimizer: whose fresh state rows get that bring none: a name that `shoal.HashTable` takes, or ``none``.
-        id_column: int64 ids.
+        name: the table's name.
+        shards: the number of files; by default one per million rows, at most four.
+        optimizer: rows without state get this optimizer's fresh state: a name that `shoal.HashTable` accepts, or
+            ``none``.
+        id_column: the column of int64 ids.
         vector_column: a column of lists; by default ``embedding``, else all numbered columns (``e0``, ``e1``, ...).
-        time_column: seconds since 1970; rows of files without it get ``now``.
+        time_column: seconds since 1970; rows in files without it get ``now``.
 
     Raises:
-        DataError: a file cannot be read, lacks a column, or has ids that come twice. Nothing was written.
+        DataError: a file cannot be read, a column is missing, or an id occurs twice. Nothing was written.
     """
     for path in paths:
         if not os.path.isfile(path):
@@ -188,7 +189,7 @@ def import_rows(
 
 
 def initial_state(optimizer: str, dim: int) -> bytes:
-    """The serialized state that a row begins with."""
+    """The serialized optimizer state of a new row."""
     if optimizer == "none":
         return b""
     import torch
@@ -221,12 +222,12 @@ def _read(path: str, id_column: str, vector: str | None, time: str, now: int) ->
             path, _csv_batches(path, "\t" if ending == ".tsv" else ","), id_column, vector, time, now
         )
     else:
-        raise DataError(f"{path}: the ending says what it is: .parquet, .csv, .tsv or .npz")
+        raise DataError(f"{path}: the name of an input file must end in .parquet, .csv, .tsv or .npz")
 
 
 @contextmanager
 def _in_file(path: str) -> Iterator[None]:
-    """Errors of readers as ours, with the file's name."""
+    """Converts errors of the readers to `DataError` with the file's name."""
     try:
         yield
     except DataError as error:
@@ -285,9 +286,9 @@ def _column(batch: Any, name: str, path: str) -> Any:
 def _ints(column: Any, name: str) -> Ints:
     pa = _arrow()
     if not pa.types.is_integer(column.type):
-        raise DataError(f"column {name!r} holds {column.type}; ids and times must be integers")
+        raise DataError(f"column {name!r}: ids and times must be integers, got {column.type}")
     if column.type == pa.uint64():
-        return column.to_numpy(zero_copy_only=False).view(np.int64)  # the same 64 bits
+        return column.to_numpy(zero_copy_only=False).view(np.int64)  # reinterprets the 64 bits
     return column.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
@@ -301,11 +302,11 @@ def _vectors(column: Any, name: str) -> Floats:
         lengths = np.diff(column.offsets.to_numpy())
         if len(lengths) and (lengths != lengths[0]).any():
             raise DataError(
-                f"column {name!r} has lists of {lengths.min()} to {lengths.max()} values; a table has one width"
+                f"column {name!r}: all lists must have the same length, got {lengths.min()} to {lengths.max()} values"
             )
         dim = int(lengths[0]) if len(lengths) else 1
     else:
-        raise DataError(f"column {name!r} holds {kind}; an embedding is a list of numbers")
+        raise DataError(f"column {name!r}: an embedding must be a list of numbers, got {kind}")
     if flat.null_count:
         raise DataError(f"column {name!r} has empty values inside its lists")
     return flat.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, dim)
@@ -315,14 +316,14 @@ def _numbered(batch: Any, others: set[str], path: str) -> Floats:
     found = {n: m for n in batch.schema.names if n not in others and (m := _NUMBERED.fullmatch(n))}
     if not found:
         raise DataError(
-            f"{path} has neither a column 'embedding' nor numbered ones such as e0, e1; name one with --vector-column"
+            f"{path} has neither a column 'embedding' nor numbered ones such as e0, e1; choose one with --vector-column"
         )
     names = sorted(found, key=lambda name: int(found[name][1]))
     columns = []
     for name in names:
         column = _column(batch, name, path)
         if not (_arrow().types.is_floating(column.type) or _arrow().types.is_integer(column.type)):
-            raise DataError(f"column {name!r} holds {column.type}; weights must be numbers")
+            raise DataError(f"column {name!r}: weights must be numbers, got {column.type}")
         columns.append(column.to_numpy(zero_copy_only=False).astype(np.float32))
     return np.stack(columns, axis=1) if len(batch) else np.empty((0, len(names)), np.float32)
 
@@ -336,7 +337,7 @@ def _read_npz(path: str, id_column: str, vector: str | None, time: str, now: int
                 have = [name for name in options if name is not None and name in file.files]
                 if not have:
                     raise DataError(
-                        f"there is no array {options[1]!r}; there are {', '.join(map(repr, file.files[:20]))}"
+                        f"there is no array {options[1]!r}; the arrays are {', '.join(map(repr, file.files[:20]))}"
                     )
                 found[key] = file[have[0]]
             times = next((file[name] for name in (time, "times") if name in file.files), None)

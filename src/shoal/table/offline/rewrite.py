@@ -1,4 +1,4 @@
-"""A checkpoint for another number of shards, of another kind, or out of the original system's files."""
+"""Rewriting of checkpoints with another number of shards, as another kind, or from the original system's files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.assets import model_checkpoint_path
 from shoal.table.checkpoint.scales import load_scales
 from shoal.table.offline.scan import Batch, Shard, scan_shard
-from shoal.table.offline.source import FILTER, Layer, Source, of_basename, open_source
+from shoal.table.offline.source import Layer, Source, basenames_in, of_basename, open_source
 from shoal.table.offline.stat import optimizers_of
 from shoal.table.offline.write import MultiWriter, TableWriter, basename_writer, folder_writer
 
@@ -24,10 +24,10 @@ def reshard(
     source: Source, wanted: Collection[str], out: str, shards: int,
     kind: Literal["same", "folder", "basename"] = "same", *, seen: Seen | None = None,
 ) -> dict[str, int]:  # fmt: skip
-    """Writes the wanted tables in ``shards`` files each, row ``id`` to file ``id mod shards``; their rows by table.
+    """Writes the wanted tables to ``shards`` files each, row ``id`` to file ``id mod shards``; returns rows by table.
 
-    ``kind``: a ``folder`` that `restore_incremental` reads, files under a ``basename``, or the ``same`` as the source.
-    Records are copied byte for byte; of a chain, those that the newest checkpoint has.
+    ``kind`` is a ``folder`` that `restore_incremental` reads, files with a ``basename``, or the ``same`` as the source.
+    Records are copied byte for byte; from a chain, those that a restore of its newest checkpoint would give.
     """
     if shards < 1:
         raise ConfigError(f"the number of shards must be at least 1, got {shards}")
@@ -39,7 +39,7 @@ def reshard(
         return _to_multi(source, wanted, out, shards, seen)
     if len(wanted) != 1:
         names = ", ".join(map(repr, sorted(wanted)[:10]))
-        raise ConfigError(f"files under one basename hold one table, {source.path} has {names}; choose with --table")
+        raise ConfigError(f"a basename must have one table, but {source.path} has {names}; choose one with --table")
     (name,) = wanted
     scales = load_scales(source.path) if source.kind == "table" else {}
     with basename_writer(out, name, shards, scales) as writer:
@@ -89,7 +89,7 @@ def _to_multi(source: Source, wanted: Collection[str], out: str, shards: int, se
 
 
 class _Following:
-    """Reads files of several tables side by side, table after table, each file once."""
+    """Reads several files in parallel, table after table, each file once."""
 
     def __init__(self, shards: Collection[Shard], wanted: Collection[str]) -> None:
         self._open = [scan_shard(shard, wanted) for shard in shards]
@@ -116,7 +116,7 @@ _STEP = re.compile(r"-(\d+)\.assets")
 def find_monolith(path: str) -> Source:
     """The tables of a model directory, an ``.assets`` folder or a basename of the original system.
 
-    Of a model directory the newest checkpoint is taken: the one that its file ``checkpoint`` names, or the only one.
+    In a model directory, the newest checkpoint is used: the one in its file ``checkpoint``, or the only one.
     The files of one table on several parameter servers, ``MonolithHashTable_<name>_<server>``, become one table
     ``<name>``; the tables in ``MonolithMultiHashTable_<server>`` keep their names.
     """
@@ -126,13 +126,9 @@ def find_monolith(path: str) -> Source:
             return source
         return renamed(source, {source.tables[0]: _plain(source.tables[0])})
     folder = _assets(path)
-    entries = os.listdir(folder)
-    bases = sorted({m[1] for m in (re.fullmatch(r"(.+)-\d{5,}-of-\d{5,}", e, re.DOTALL) for e in entries) if m})
-    bases = [b for b in bases if not (b.endswith(".meta") and b.removesuffix(".meta") in bases)]
-    filters = [base for base in bases if FILTER.fullmatch(base)]
-    bases = [base for base in bases if base not in filters]
+    bases, filters = basenames_in(os.listdir(folder))
     if not bases:
-        raise DataError(f"{folder}: no file is called like a table's, <name>-?????-of-?????")
+        raise DataError(f"{folder} has no tables: no file name has the form <name>-?????-of-?????")
     shards: list[Shard] = []
     tables: set[str] = set()
     groups = _groups(base for base in bases if not naming.shard_files(os.path.join(folder, base + ".meta")))
@@ -151,7 +147,7 @@ def from_monolith(
     source: Source, out: str, *, rename: Mapping[str, str] | None = None, shards: int | None = None,
     seen: Seen | None = None,
 ) -> dict[str, int]:  # fmt: skip
-    """Writes the tables of `find_monolith` into a new folder that `restore_incremental` reads; their rows by table."""
+    """Writes the tables of `find_monolith` to a new folder for `restore_incremental`; returns rows by table."""
     rename = dict(rename or {})
     if unknown := sorted(set(rename) - set(source.tables)):
         raise ConfigError(f"{source.path} has no table {unknown[0]!r} to rename; it has {list(source.tables)}")
@@ -173,12 +169,12 @@ def _assets(path: str) -> str:
     if latest is not None:
         folder = latest + ".assets"
         if not os.path.isdir(folder):
-            raise DataError(f"{path}/checkpoint names {latest!r}, but there is no folder {folder!r}")
+            raise DataError(f"{path}/checkpoint refers to {latest!r}, but there is no folder {folder!r}")
         return folder
     found = sorted(entry for entry in os.listdir(path) if entry.endswith(".assets"))
     if len(found) > 1:
         raise ConfigError(
-            f"{path} has {len(found)} checkpoints and no file 'checkpoint'; give one, such as {found[-1]}"
+            f"{path} has {len(found)} checkpoints and no file 'checkpoint'; choose one, such as {found[-1]}"
         )
     return os.path.join(path, found[0]) if found else path
 
@@ -189,7 +185,7 @@ def _plain(base: str) -> str:
 
 
 def _groups(bases: Iterator[str]) -> dict[str, str]:
-    """Basename -> table: the parts that servers 0..n-1 wrote of one table get one name."""
+    """Basename -> table; the parts of one table from servers 0..n-1 get the same name."""
     plain = {base: _plain(base) for base in bases}
     parts: dict[str, dict[int, str]] = {}
     for base, name in plain.items():
@@ -200,7 +196,7 @@ def _groups(bases: Iterator[str]) -> dict[str, str]:
         complete = sorted(of_server) == list(range(len(of_server)))
         if hashed and not complete:
             missing = sorted(set(range(max(of_server) + 1)) - set(of_server))
-            raise DataError(f"table {name!r} has files of servers {sorted(of_server)}; those of {missing} are missing")
+            raise DataError(f"table {name!r} has files of servers {sorted(of_server)}, but none of {missing}")
         if complete and name not in plain.values() and (hashed or len(of_server) > 1):
             plain |= dict.fromkeys(of_server.values(), name)
     return plain

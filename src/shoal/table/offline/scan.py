@@ -1,4 +1,4 @@
-"""Rows out of checkpoint files, a few megabytes at a time, as columns."""
+"""Reading of rows from checkpoint files as columns, a few megabytes at a time."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Floats: TypeAlias = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Some rows of one table. What needs the file, `state`, works until the next batch is asked for."""
+    """Some rows of one table. `state` reads the file, so it only works until the next batch is requested."""
 
     path: str
     ids: Ints
     times: Ints
-    """Seconds since 1970 of the last update."""
+    """Times of the last updates, in seconds since 1970."""
     offsets: Ints
-    """Where in the file (or in what its blocks unpack to) each record begins."""
+    """The offset of each record in the file (or in its uncompressed blocks)."""
     shapes: Ints
-    """Equal where the optimizers' states have the same kinds and sizes."""
+    """A number per row, equal for rows whose optimizer states have the same kinds and sizes."""
     states: Ints
-    """Equal where the bytes of the states are."""
+    """A number per row, equal for rows whose states have the same bytes."""
     weights: Floats
     """``[n, dim]``."""
     indices: Ints
-    """The rows' places in ``scan``."""
+    """The positions of the rows in ``scan``."""
     scan: _core.EntryScan
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Batch:
 
     @cached_property
     def norms(self) -> NDArray[np.float64]:
-        """The Euclidean length of each row's weights."""
+        """The Euclidean norm of each row's weights."""
         return np.sqrt(np.einsum("ij,ij->i", self.weights, self.weights, dtype=np.float64))
 
     def state(self, row: int) -> bytes:
@@ -55,7 +55,7 @@ class Batch:
         return self.scan.state(int(self.indices[row]))
 
     def take(self, which: NDArray) -> Batch:
-        """The rows of a mask, or of places."""
+        """The rows selected by a mask or by positions."""
         columns = ("ids", "times", "offsets", "shapes", "states", "weights", "indices")
         picked = {name: getattr(self, name)[which] for name in columns}
         return Batch(path=self.path, scan=self.scan, **picked)
@@ -67,20 +67,20 @@ class Shard:
 
     path: str
     sections: tuple[tuple[str, int | None], ...]
-    """Table and number of its rows, in the order of the file; None: as many as there are."""
+    """Table name and number of rows, in the order of the file; None: all remaining rows."""
     snappy: bool = False
     name: str = ""
-    """As the manifest spells it."""
+    """The name in the manifest."""
     saved: Saved | None = None
-    """The manifest that names the file, where there is one; the file must have the digest that it gives."""
+    """The manifest that lists the file, if there is one; the file must match its digest."""
 
 
 def scan_shard(shard: Shard, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Batch]]:
-    """The rows of a file in order; ``wanted`` leaves other tables out.
+    """The rows of a file in order; with ``wanted``, only of these tables.
 
     Raises:
-        DataError: the file is truncated, damaged or of another kind, with the record and its byte; or it has more or
-            fewer rows than its sections say, or rows of different widths in one table.
+        DataError: the file is truncated, damaged or of another kind (the message names the record and its byte), its
+            number of rows differs from that in its sections, or a table has rows of different widths.
     """
     scan = _core.EntryScan(shard.path, shard.snappy)
     sections = iter(shard.sections)
@@ -101,7 +101,7 @@ def scan_shard(shard: Shard, wanted: Collection[str] | None = None) -> Iterator[
                 dim = None
                 if left == -1:
                     expected = sum(count or 0 for _, count in shard.sections)
-                    raise DataError(f"{shard.path}: has more than the {expected} records that its meta file says")
+                    raise DataError(f"{shard.path} has more records than its meta file says, {expected}")
             end = n if left is None else min(n, begin + left)
             if wanted is None or table in wanted:
                 dims = numbers[3, begin:end]
@@ -109,8 +109,8 @@ def scan_shard(shard: Shard, wanted: Collection[str] | None = None) -> Iterator[
                 if (odd := np.flatnonzero(dims != dim)).size:
                     at = begin + int(odd[0])
                     raise DataError(
-                        f"{shard.path}: record {seen + at}: id {numbers[0, at]} has {numbers[3, at]} weights, those "
-                        f"before it have {dim}; the file mixes tables, at byte {numbers[2, at]}"
+                        f"{shard.path}: record {seen + at} at byte {numbers[2, at]}: id {numbers[0, at]} has "
+                        f"{numbers[3, at]} weights, but earlier ones have {dim}; the file mixes tables"
                     )
                 flat = weights[ends[begin] - dims[0] : ends[end - 1]]
                 yield (
@@ -134,4 +134,4 @@ def scan_shard(shard: Shard, wanted: Collection[str] | None = None) -> Iterator[
         shard.saved.check(shard.name, scan.digest())
     missing = (left or 0) + sum(count or 0 for _, count in sections)
     if missing:
-        raise DataError(f"{shard.path}: ends after {seen} records, its meta file says {seen + missing}")
+        raise DataError(f"{shard.path} ends after {seen} records, but its meta file says {seen + missing}")

@@ -1,22 +1,21 @@
-"""What a path holds: files of one table or of many, a chain of increments, or the checkpoints of ranks or servers."""
+"""Checkpoints of any kind, by path: files of one or more tables, chains of increments, saves of ranks or servers."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from shoal import _core
 from shoal.durable import MANIFEST, Saved, Series, StrPath, find_saved, read_folder, read_saved
 from shoal.errors import ConfigError, DataError
 from shoal.table.checkpoint import naming
 from shoal.table.checkpoint.chain import Link, newest_chain, read_chain, table_in
-from shoal.table.checkpoint.incremental import expiry_seconds
+from shoal.table.checkpoint.incremental import expiry_seconds, read_removed
 from shoal.table.checkpoint.multi import read_metas
 from shoal.table.checkpoint.naming import CheckpointNotFoundError
 from shoal.table.offline.scan import Batch, Ints, Shard, scan_shard
@@ -25,41 +24,41 @@ log = logging.getLogger(__name__)
 
 _SHARD_FILE = re.compile(r"(.+)-\d{5,}-of-\d{5,}", re.DOTALL)
 _CHAIN_FOLDER = re.compile(r"ckpt-\d{8,}")
-FILTER = re.compile(r"hash_filter_\d+")
+_FILTER = re.compile(r"hash_filter_\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The files of one checkpoint: a full one, or what a delta adds to another."""
+    """The files of one checkpoint, full or delta."""
 
     name: str
     shards: tuple[Shard, ...]
     removed: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Table -> file of the ids that a delta takes back, and how many."""
+    """Table -> file of the ids that a delta removes, and their number."""
     rows: Mapping[str, int] = field(default_factory=dict)
-    """Table -> rows by the manifest; empty where there is none."""
+    """Table -> number of rows in the manifest; empty without a manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A checkpoint that was found: its tables, and the files they are in."""
+    """A checkpoint: its tables and their files."""
 
     path: str
     kind: str
     """``table``, ``multi``, ``chain``, ``ranks``, ``servers`` or ``folder``."""
     tables: tuple[str, ...]
     layers: tuple[Layer, ...]
-    """Newest first; more than one in a chain alone."""
+    """Newest first; only a chain has more than one."""
     stale: Mapping[str, Stale] = field(default_factory=dict)
     budgets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Of tables that have one: limits, counts and what other sizes would miss, as of the save."""
+    """Table -> its budget when it was saved: limits, counts and miss ratios of other sizes. Only tables with one."""
     step: int | None = None
     created: str | None = None
     scales: Mapping[str, Sequence[float]] = field(default_factory=dict)
     filters: tuple[str, ...] = ()
-    """Basenames of admission filters beside the tables."""
+    """Basenames of admission filters next to the tables."""
     saves: tuple[Saved, ...] = ()
-    """The manifests that name the files, where there are any."""
+    """The manifests that list the files, if there are any."""
 
     @property
     def files(self) -> list[str]:
@@ -72,52 +71,53 @@ class Source:
         return sum(os.path.getsize(path) for path in self.files)
 
     def pick(self, tables: Collection[str]) -> tuple[str, ...]:
-        """The tables of these names, all of them when none is named."""
+        """The tables with these names; all tables if none is given."""
         if unknown := sorted(set(tables) - set(self.tables)):
             have = ", ".join(map(repr, self.tables[:20])) or "none"
             raise ConfigError(f"{self.path} has no table {unknown[0]!r}; it has {have}")
         return tuple(name for name in self.tables if not tables or name in tables)
 
     def scan(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Batch]]:
-        """Every row as a restore would see it, table and batch at a time, each id once where the files are right.
+        """Every row as a restore would see it, in batches of one table; each id once unless the files are damaged.
 
-        Of a chain, memory is taken by the ids of its deltas; the full checkpoint below them is only streamed.
+        For a chain, only the ids of its deltas take memory; the full checkpoint is streamed.
         """
-        gone: dict[str, Ints] = {}
+        superseded: dict[str, Ints] = {}
         for layer in self.layers:
-            below = layer is not self.layers[-1]
-            came: dict[str, list[Ints]] = {}
+            delta = layer is not self.layers[-1]
+            changed: dict[str, list[Ints]] = {}
             for shard in layer.shards:
                 if wanted is not None and not any(table in wanted for table, _ in shard.sections):
                     continue
                 for table, batch in scan_shard(shard, wanted):
-                    if below:
-                        came.setdefault(table, []).append(batch.ids.copy())
+                    if delta:
+                        changed.setdefault(table, []).append(batch.ids.copy())
                     keep = np.ones(len(batch), bool)
-                    if table in gone:
-                        keep &= ~contains(gone[table], batch.ids)
+                    if table in superseded:
+                        keep &= ~contains(superseded[table], batch.ids)
                     if table in self.stale:
                         keep &= ~self.stale[table].mask(batch.ids, batch.times)
                     live = batch if keep.all() else batch.take(keep)
                     if len(live):
                         yield table, live
-            if below:
+            if delta:
                 for table, (path, count) in layer.removed.items():
-                    came.setdefault(table, []).append(read_removed(path, count))
-                for table, parts in came.items():
-                    gone[table] = np.unique(np.concatenate([*parts, gone.get(table, np.empty(0, np.int64))]))
+                    changed.setdefault(table, []).append(read_removed(path, count))
+                for table, parts in changed.items():
+                    before = superseded.get(table, np.empty(0, np.int64))
+                    superseded[table] = np.unique(np.concatenate([*parts, before]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stale:
-    """Which rows of a chain have expired by its newest checkpoint."""
+    """Which rows of a chain have expired at the time of its newest checkpoint."""
 
     now: int
     default_s: int
     slots: Mapping[int, int]
-    """Seconds of slots with a setting of their own."""
+    """Slot -> seconds, for slots with their own setting."""
     expiry: Mapping[str, Any]
-    """As the checkpoint has it."""
+    """The setting as stored in the checkpoint."""
 
     @classmethod
     def of(cls, described: Mapping[str, Any], where: str) -> Stale:
@@ -126,7 +126,7 @@ class Stale:
             default, slots = expiry_seconds(expiry)
             return cls(now=described["max_update_time"], default_s=default, slots=slots, expiry=expiry)  # type: ignore[arg-type]
         except (TypeError, KeyError, ValueError) as error:
-            raise DataError(f"{where}: the expiry is not readable: {error}") from error
+            raise DataError(f"{where}: the expiry cannot be read: {error}") from error
 
     def mask(self, ids: Ints, times: Ints) -> np.ndarray:
         seconds = np.full(len(ids), self.default_s, np.int64)
@@ -138,34 +138,26 @@ class Stale:
 
 
 def contains(ordered: Ints, ids: Ints) -> np.ndarray:
-    """Which of ``ids`` are in an ascending array."""
+    """Which of ``ids`` are in the sorted array ``ordered``."""
     if not len(ordered):
         return np.zeros(len(ids), bool)
     at = np.minimum(np.searchsorted(ordered, ids), len(ordered) - 1)
     return ordered[at] == ids
 
 
-def read_removed(path: str, count: int) -> Ints:
-    """The ids that a delta takes back."""
-    data = b"".join(_core.read_records(path))
-    if len(data) != 8 * count:
-        raise DataError(f"{path}: {len(data)} bytes of removed ids, the manifest says {count} ids")
-    return np.frombuffer(data, "<i8").astype(np.int64)
-
-
-# --- finding out ------------------------------------------------------------------------------------------------------
+# --- opening ----------------------------------------------------------------------------------------------------------
 
 
 def open_source(path: StrPath, report: Callable[[str], None] = log.warning) -> Source:
     """The checkpoint at ``path``: a basename, one of its files, or a folder of any kind that the library writes.
 
     Args:
-        path: of a directory with several checkpoints the newest whole one is taken.
-        report: is told of each damaged checkpoint that was passed over.
+        path: in a directory with several checkpoints, the newest complete one is used.
+        report: called for each damaged checkpoint that is skipped.
 
     Raises:
-        CheckpointNotFoundError: there is nothing like that.
-        DataError: what is there is not whole.
+        CheckpointNotFoundError: there is no checkpoint at ``path``.
+        DataError: the checkpoint is incomplete or damaged.
     """
     where = os.fspath(path).rstrip("/") or "/"
     if not os.path.isdir(where):
@@ -189,7 +181,7 @@ def open_source(path: StrPath, report: Callable[[str], None] = log.warning) -> S
 def of_basename(
     base: str, prefix: str = "", saved: Saved | None = None
 ) -> tuple[tuple[Shard, ...], tuple[str, ...], bool]:
-    """The shards of ``<base>-?????-of-?????``, their tables, and whether they are a multi table's."""
+    """The shards ``<base>-?????-of-?????``, their tables, and whether they belong to a multi table."""
     saved = saved or find_saved(base)
     data = naming.open_shards(base, saved)
     about = [{"path": path, "name": n, "saved": saved} for path, n in zip(data.paths, data.names, strict=True)]
@@ -208,6 +200,14 @@ def of_basename(
     return tuple(shards), tuple(sorted(names)), True
 
 
+def basenames_in(entries: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The basenames of tables and of admission filters among the names of files."""
+    bases = sorted({match[1] for match in map(_SHARD_FILE.fullmatch, entries) if match})
+    bases = [base for base in bases if not (base.endswith(".meta") and base.removesuffix(".meta") in bases)]
+    filters = [base for base in bases if _FILTER.fullmatch(base)]
+    return [base for base in bases if base not in filters], filters
+
+
 def _by_basename(where: str) -> Source:
     match = _SHARD_FILE.fullmatch(where)
     if match and os.path.isfile(where):
@@ -215,7 +215,7 @@ def _by_basename(where: str) -> Source:
     elif where.endswith(".manifest") and os.path.isfile(where):
         where = where.removesuffix(".manifest")
     elif os.path.isfile(where):
-        raise DataError(f"{where} is a file that is called like no shard: <basename>-00000-of-00001")
+        raise DataError(f"{where} is not a file of a checkpoint: its name must be like <basename>-00000-of-00001")
     shards, tables, multi = of_basename(where)
     kind = "multi" if multi else "table"
     return Source(
@@ -224,7 +224,7 @@ def _by_basename(where: str) -> Source:
 
 
 def _saves(shards: Sequence[Shard]) -> tuple[Saved, ...]:
-    """The manifests of shards, each once."""
+    """The distinct manifests of the shards."""
     return tuple({each.saved.manifest: each.saved for each in shards if each.saved is not None}.values())
 
 
@@ -257,7 +257,7 @@ def _chain(chain: list[Link]) -> Source:
 def _ranks(where: str, saved: Saved) -> Source:
     world = saved.fields["world_size"]
     if not isinstance(world, int) or not 1 <= world <= 1 << 20:
-        raise DataError(f"{saved.manifest}: world_size must be a number of ranks, got {world!r:.40}")
+        raise DataError(f"{saved.manifest}: world_size must be 1..{1 << 20}, got {world!r:.40}")
     name = os.path.basename(os.path.abspath(where))
     bases = [os.path.join(where, f"rank-{rank:05d}", "rows") for rank in range(world)]
     shards = [shard for base in bases for shard in of_basename(base, name)[0]]
@@ -270,10 +270,10 @@ def _servers(where: str, entries: set[str], report: Callable[[str], None]) -> So
     for shard in sorted(entry for entry in entries if entry.startswith("shard-")):
         series = Series(os.path.join(where, shard), "checkpoint-", 1)
         newest.append(series.load_newest(lambda found: found.saved, report))
-    whole = [saved for saved in newest if saved is not None]
-    if not whole:
-        raise CheckpointNotFoundError(f"{where} has folders of servers, but no checkpoint in any of them")
-    return _of_servers(where, whole)
+    complete = [saved for saved in newest if saved is not None]
+    if not complete:
+        raise CheckpointNotFoundError(f"there is no checkpoint in any folder {where}/shard-*")
+    return _of_servers(where, complete)
 
 
 def _of_servers(where: str, saves: Sequence[Saved]) -> Source:
@@ -281,7 +281,7 @@ def _of_servers(where: str, saves: Sequence[Saved]) -> Source:
     for saved in saves:
         found = saved.fields.get("tables")
         if not isinstance(found, dict):
-            raise DataError(f"{saved.manifest} has no tables")
+            raise DataError(f"{saved.manifest}: tables must be an object, got {found!r:.40}")
         for name, entry in found.items():
             base = entry.get("file") if isinstance(entry, dict) else None
             if not isinstance(base, str) or os.path.basename(base) != base:
@@ -299,14 +299,14 @@ def _folder(where: str, entries: set[str]) -> Source:
             saves.append(read_saved(os.path.join(where, entry), unsealed=True))
             if missing := saves[-1].missing():
                 raise DataError(f"checkpoint {where!r} is damaged: {missing}")
-    bases = sorted({match[1] for match in map(_SHARD_FILE.fullmatch, entries) if match})
-    bases = [base for base in bases if not (base.endswith(".meta") and base.removesuffix(".meta") in bases)]
-    filters = [base for base in bases if FILTER.fullmatch(base)]
-    found = {base: of_basename(os.path.join(where, base)) for base in bases if base not in filters}
+    bases, filters = basenames_in(entries)
+    found = {base: of_basename(os.path.join(where, base)) for base in bases}
     if not found:
-        raise CheckpointNotFoundError(f"there is no checkpoint in {where!r}: no file is called <name>-?????-of-?????")
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint in {where!r}: no file name has the form <name>-?????-of-?????"
+        )
     names = [name for _, tables, _ in found.values() for name in tables]
-    if len(set(names)) != len(names):  # several multi tables with tables of the same names
+    if len(set(names)) != len(names):  # several multi tables have tables with the same names
         found = {
             base: of_basename(os.path.join(where, base), f"{base}/" if multi else "")
             for base, (_, _, multi) in found.items()

@@ -1,4 +1,4 @@
-"""Figures of a checkpoint's tables, and its rows one by one."""
+"""Statistics of a checkpoint's tables, and access to single rows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from shoal.table.offline.scan import Batch
 from shoal.table.offline.source import Source
 
 SHOWN_SLOTS = 10
-_SAMPLED_TIMES = 1000  # of each batch
+_SAMPLED_TIMES = 1000  # per batch
 
 
 def optimizers_of(state: bytes) -> list[dict[str, Any]]:
-    """The optimizers of a row's segments, by what is stored of them: ``[{"kind": "adagrad", "dim": 8}]``."""
+    """The optimizers of a row's segments, from their stored state: ``[{"kind": "adagrad", "dim": 8}]``."""
     try:
         dump = OptimizerDump.FromString(state)
     except DecodeError as error:
@@ -41,13 +41,13 @@ def optimizers_of(state: bytes) -> list[dict[str, Any]]:
 
 @dataclass
 class TableStat:
-    """Figures of one table, of its rows as a restore would see them."""
+    """Statistics of one table's rows as a restore would see them."""
 
     name: str
     rows: int = 0
     dim: int | None = None
     optimizers: list[list[dict[str, Any]]] = field(default_factory=list)
-    """One list for each shape of state that occurs; more than one means that optimizers were mixed."""
+    """One list per layout of state that occurs; more than one means that optimizers were mixed."""
     first_update: int | None = None
     last_update: int | None = None
     min_id: int | None = None
@@ -56,7 +56,7 @@ class TableStat:
     norm_max: float = 0.0
     zero_rows: int = 0
     bad_rows: int = 0
-    """Rows with NaN or infinity."""
+    """The number of rows with NaN or infinity."""
     slots: Counter[int] = field(default_factory=Counter)
     _times: list[np.ndarray] = field(default_factory=list)
     _shapes: set[int] = field(default_factory=set)
@@ -65,7 +65,9 @@ class TableStat:
         n = len(batch)
         self.dim = batch.dim if self.dim is None else self.dim
         if self.dim != batch.dim:
-            raise DataError(f"{batch.path}: rows of table {self.name!r} have {batch.dim} weights, others {self.dim}")
+            raise DataError(
+                f"{batch.path}: rows of table {self.name!r} have {batch.dim} weights, but earlier ones have {self.dim}"
+            )
         norms = batch.norms
         good = np.isfinite(norms)
         self.norm_sum += float(norms[good].sum())
@@ -87,7 +89,7 @@ class TableStat:
             self.optimizers.append(optimizers_of(batch.state(int(np.argmax(batch.shapes == shape)))))
 
     def ages(self) -> dict[str, int]:
-        """Seconds between the writes of rows and the newest write: quantiles, from a sample."""
+        """Quantiles of row ages, in seconds before the newest write, from a sample."""
         if not self._times or self.last_update is None:
             return {}
         ages = self.last_update - np.concatenate(self._times)
@@ -106,7 +108,7 @@ class TableStat:
 
 
 def slot_function(version: Literal["v1", "v2"]) -> Callable[[Any], Any]:
-    """The slot of each id of an array."""
+    """The function that gives the slot of each id in an array."""
     import torch
 
     of = slot_v1 if version == "v1" else slot_v2
@@ -120,7 +122,7 @@ def table_stats(
     *,
     seen: Callable[[int], None] | None = None,
 ) -> list[TableStat]:
-    """Figures of the wanted tables."""
+    """Statistics of the wanted tables."""
     stats = {name: TableStat(name) for name in wanted}
     slot = slot_function(slots)
     for name, batch in source.scan(wanted):
@@ -135,7 +137,7 @@ def table_stats(
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row for people."""
+    """One row, for display."""
 
     table: str
     id: int
@@ -158,7 +160,7 @@ def rows_of(table: str, batch: Batch, which: Collection[int], *, state: bool = F
 
 
 def find(source: Source, wanted: Collection[str], id: int) -> list[Row]:
-    """The row of an id in each of the wanted tables; a table is read up to it."""
+    """The row of an id in each of the wanted tables; each table is read only until the id is found."""
     found: list[Row] = []
     left = set(wanted)
     for name, batch in source.scan(wanted):
@@ -172,7 +174,7 @@ def find(source: Source, wanted: Collection[str], id: int) -> list[Row]:
 
 
 def state_of(row: Row) -> dict[str, Any]:
-    """The optimizer state of a row as plain values: one entry for each segment."""
+    """The optimizer state of a row as plain values, one entry per segment."""
     from google.protobuf.json_format import MessageToDict
 
     dump = EntryDump()
@@ -205,9 +207,9 @@ def listing(
 
 
 def top(source: Source, wanted: Collection[str], by: Literal["norm", "recent"], count: int) -> dict[str, list[Row]]:
-    """Of each wanted table the ``count`` rows with the largest norm, or with the newest update; largest first.
+    """The ``count`` rows of each wanted table with the largest norm or the newest update; largest first.
 
-    Equal ones come in order of their ids. Rows with NaN or infinity come first by norm: they are what one looks for.
+    Equal rows are sorted by id. By norm, rows with NaN or infinity come first because they indicate a problem.
     """
     best: dict[str, list[tuple[float, int, Row]]] = {name: [] for name in wanted}
     for name, batch in source.scan(wanted):

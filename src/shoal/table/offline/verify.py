@@ -1,4 +1,4 @@
-"""Everything about a checkpoint that can be checked without the table: all problems are found, not only the first."""
+"""Verification of a checkpoint without its tables: reports all problems, not only the first."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 
 from shoal.errors import DataError
+from shoal.table.checkpoint.incremental import read_removed
 from shoal.table.checkpoint.scales import load_scales
 from shoal.table.offline.distinct import Distinct
 from shoal.table.offline.scan import Shard, scan_shard
-from shoal.table.offline.source import Layer, Source, open_source, read_removed
+from shoal.table.offline.source import Layer, Source, open_source
 from shoal.table.offline.stat import optimizers_of
 
 
 @dataclass
 class Verdict:
-    """What was read, and what is wrong with it."""
+    """The result of `verify`: the files and rows read, and their problems."""
 
     path: str
     kind: str = ""
@@ -27,11 +28,11 @@ class Verdict:
     bytes: int = 0
     rows: int = 0
     tables: dict[str, int] = field(default_factory=dict)
-    """Table -> rows in the files, those of deltas included."""
+    """Table -> number of rows in the files, including those of deltas."""
     problems: list[str] = field(default_factory=list)
-    """Of the files: damage."""
+    """Damage to the files."""
     warnings: list[str] = field(default_factory=list)
-    """Readable, but hardly what anybody wants: rows with NaN, states of several optimizers in one table."""
+    """Readable but suspicious contents: rows with NaN, states of several optimizers in one table."""
 
     @property
     def good(self) -> bool:
@@ -42,10 +43,11 @@ class Verdict:
 
 
 def verify(path: str, *, ids_in_memory: int = 1 << 25, seen: Callable[[int], None] | None = None) -> Verdict:
-    """Reads every byte: manifests and sizes, both checksums of every record, every message, counts, repeated ids.
+    """Reads every byte and checks manifests, sizes, both checksums of every record, every message, counts and duplicate
+    ids.
 
     Raises:
-        CheckpointNotFoundError: there is nothing there. Everything else is a problem in the result.
+        CheckpointNotFoundError: there is no checkpoint at ``path``. Every other problem is part of the result.
     """
     verdict = Verdict(path)
     try:
@@ -70,7 +72,7 @@ def verify(path: str, *, ids_in_memory: int = 1 << 25, seen: Callable[[int], Non
 
 
 def _other_files(verdict: Verdict, source: Source) -> None:
-    """What the manifests name besides rows: dense tensors, scales, filters, removed ids."""
+    """Checks the files without rows in the manifests: dense tensors, scales, filters, removed ids."""
     read = {os.path.realpath(path) for path in source.files}
     for saved in source.saves:
         for name in saved.files:
@@ -86,7 +88,7 @@ def _other_files(verdict: Verdict, source: Source) -> None:
 
 
 class _Reading:
-    """One checkpoint's files."""
+    """The verification of one checkpoint's files."""
 
     def __init__(self, verdict: Verdict, layer: Layer, ids_in_memory: int, seen: Callable[[int], None] | None) -> None:
         self.verdict, self.layer, self.seen = verdict, layer, seen
@@ -109,7 +111,7 @@ class _Reading:
                 distinct = Distinct()
                 distinct.add(ids)
                 if again := distinct.repeated()[0]:
-                    verdict.problems.append(f"{path}: {again} removed ids of table {table!r} come more than once")
+                    verdict.problems.append(f"{path}: {again} removed ids of table {table!r} are duplicates")
             except (DataError, OSError) as error:
                 verdict.problems.append(str(error))
         for table, distinct in self.ids.items():
@@ -117,14 +119,15 @@ class _Reading:
             if again:
                 named = ", ".join(map(str, examples))
                 verdict.problems.append(
-                    f"{layer.name}: table {table!r}: {again} records have an id that another record has, too "
-                    f"(such as {named})"
+                    f"{layer.name}: table {table!r}: {again} records repeat the id of another record (such as {named})"
                 )
         for table, rows in self.rows.items():
             verdict.tables[table] = verdict.tables.get(table, 0) + rows
             if not broken and rows != layer.rows.get(table, rows):
                 expected = layer.rows[table]
-                verdict.problems.append(f"{layer.name}: table {table!r} has {rows} rows, its manifest says {expected}")
+                verdict.problems.append(
+                    f"{layer.name}: table {table!r} has {rows} rows, but its manifest says {expected}"
+                )
         for table, (n, example) in self.bad.items():
             verdict.warnings.append(
                 f"{layer.name}: table {table!r}: {n} rows hold NaN or infinity (such as id {example})"
@@ -144,8 +147,8 @@ class _Reading:
             for table, batch in scan_shard(shard):
                 if self.dims.setdefault(table, batch.dim) != batch.dim:
                     raise DataError(
-                        f"{shard.path}: rows of table {table!r} have {batch.dim} weights, those of other files "
-                        f"{self.dims[table]}"
+                        f"{shard.path}: rows of table {table!r} have {batch.dim} weights, but those of other files "
+                        f"have {self.dims[table]}"
                     )
                 self.rows[table] += len(batch)
                 verdict.rows += len(batch)

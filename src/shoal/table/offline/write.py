@@ -1,4 +1,4 @@
-"""Checkpoints written without a table: files by ``id mod shards``, in a folder that appears whole or not at all."""
+"""Writing of checkpoints without a table: files by ``id mod shards``, which appear only when all are complete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEVER = {"default_days": 36500, "slots": []}
 class TableWriter:
     """The files ``<base>-?????-of-?????`` of one table.
 
-    Row ``id`` goes to file ``id mod shards``: of as many processes that restore, the r-th has all its rows in file r.
+    Row ``id`` goes to file ``id mod shards``: if as many processes restore, process r finds all its rows in file r.
     """
 
     def __init__(self, base: str, name: str, shards: int) -> None:
@@ -41,14 +41,14 @@ class TableWriter:
         self._sinks = [_core.EntrySink(temporary_path(naming.shard_path(base, i, shards))) for i in range(shards)]
 
     def copy(self, batch: Batch) -> None:
-        """Adds rows as they are in their file, byte for byte."""
+        """Adds rows from another file, byte for byte."""
         self._take(batch.ids, batch.times, batch.dim)
         for sink, rows in self._by_shard(batch.ids):
             places = np.ascontiguousarray(batch.indices[rows])
             sink.copy(batch.scan, places.ctypes.data, len(places))
 
     def rows(self, ids: Ints, times: Ints, weights: Floats, states: Sequence[bytes] | bytes = b"") -> None:
-        """Adds rows; ``states`` is one serialized ``OptimizerDump`` for all, or one for each."""
+        """Adds rows; ``states`` is one serialized ``OptimizerDump`` for all rows, or one per row."""
         if len(ids) == 0:
             return
         if (bad := np.flatnonzero((times < 0) | (times > 0xFFFFFFFF))).size:
@@ -70,7 +70,7 @@ class TableWriter:
     def _take(self, ids: Ints, times: Ints, dim: int) -> None:
         self.dim = dim if self.dim is None else self.dim
         if dim != self.dim:
-            raise DataError(f"table {self.name!r}: rows have {self.dim} weights and {dim}; a table has one width")
+            raise DataError(f"table {self.name!r}: all rows must have {self.dim} weights like the first, got {dim}")
         self._ids.add(ids)
         self.rows_written += len(ids)
         self.max_update_time = max(self.max_update_time, int(times.max(initial=0)))
@@ -84,18 +84,18 @@ class TableWriter:
             yield self._sinks[shard], np.flatnonzero(of == shard)
 
     def finish(self) -> None:
-        """Afterwards all rows are on the disk, still under temporary names; refuses ids that came twice."""
+        """Writes all rows to disk, still under temporary names; raises if an id occurred twice."""
         again, examples = self._ids.repeated()
         if again:
             raise DataError(
-                f"table {self.name!r}: {again} rows have an id that another row has, too (such as "
-                f"{', '.join(map(str, examples))}); which is right cannot be known"
+                f"table {self.name!r}: {again} rows repeat the id of another row (such as "
+                f"{', '.join(map(str, examples))}); remove the duplicates"
             )
         for sink in self._sinks:
             sink.sync()
 
     def publish(self, save: BasenameSave | None = None) -> dict[str, tuple[int, int]]:
-        """The files get their names, or become part of a save; their digests by name."""
+        """Gives the files their final names, or adds them to a save; returns their digests by name."""
         digests = {}
         for index, sink in enumerate(self._sinks):
             path = naming.shard_path(self.base, index, self.shards)
@@ -124,16 +124,16 @@ class TableWriter:
 def folder_writer(
     target: str, shards: int | Callable[[str], int], *, step: int = 0
 ) -> Iterator[Callable[[str], TableWriter]]:
-    """Makes ``target/ckpt-00000001`` of the tables that the block writes; nothing is there when it fails.
+    """Creates ``target/ckpt-00000001`` from the tables that the block writes; leaves nothing there if the block fails.
 
-    `shoal.table.restore_incremental` reads it, and further checkpoints can be added behind it. Yields a function from a
-    table's name to its writer.
+    `shoal.table.restore_incremental` reads it, and deltas can be added to it. Yields a function from a table's name to
+    its writer.
 
     Raises:
-        ConfigError: ``target`` holds something already.
+        ConfigError: ``target`` is not empty.
     """
     if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
-        raise ConfigError(f"{target} exists already; give a new folder, so that nothing is overwritten")
+        raise ConfigError(f"{target} exists already; choose a new folder")
     made = not os.path.isdir(target)
     writers: dict[str, TableWriter] = {}
     try:
@@ -166,9 +166,9 @@ def folder_writer(
 def basename_writer(
     base: str, name: str, shards: int, scales: dict[str, list[float]] | None = None
 ) -> Iterator[TableWriter]:
-    """Makes the files ``<base>-?????-of-?????`` of one table; nothing is there when the block fails."""
+    """Creates the files ``<base>-?????-of-?????`` of one table; leaves nothing there if the block fails."""
     if naming.has_shards(base):
-        raise ConfigError(f"there are files of {base}-?????-of-????? already; give another name")
+        raise ConfigError(f"files {base}-?????-of-????? exist already; choose another name")
     with BasenameSave(base) as save:
         writer = TableWriter(base, name, shards)
         yield writer
@@ -179,11 +179,11 @@ def basename_writer(
 
 
 class MultiWriter:
-    """The data and meta files of a multi table: tables one after another in every file."""
+    """The data and meta files of a multi table: table after table in every file."""
 
     def __init__(self, base: str, shards: int) -> None:
         if naming.has_shards(base) or naming.has_shards(base + ".meta"):
-            raise ConfigError(f"there are files of {base}-?????-of-????? already; give another name")
+            raise ConfigError(f"files {base}-?????-of-????? exist already; choose another name")
         self.base, self.shards = base, shards
         self._save = BasenameSave(base)
         self._counts: list[dict[str, int]] = [{} for _ in range(shards)]
@@ -191,7 +191,7 @@ class MultiWriter:
         self._sinks = [_core.EntrySink(temporary_path(naming.shard_path(base, i, shards)), True) for i in range(shards)]
 
     def begin(self, table: str) -> None:
-        """The rows that come now are of ``table``; tables come in order of their names."""
+        """Starts a table: the following rows belong to ``table``. Tables must come in order of their names."""
         for counts in self._counts:
             counts[table] = 0
         self._distinct[table] = Distinct()
@@ -206,10 +206,10 @@ class MultiWriter:
             self._counts[shard][table] += len(places)
 
     def finish(self, scales: dict[str, list[float]]) -> dict[str, int]:
-        """Writes the files; the rows of each table."""
+        """Writes the files; returns the number of rows of each table."""
         for table, distinct in self._distinct.items():
             if again := distinct.repeated()[0]:
-                raise DataError(f"table {table!r}: {again} rows have an id that another row has, too")
+                raise DataError(f"table {table!r}: {again} rows repeat the id of another row; remove the duplicates")
         for sink in self._sinks:
             sink.sync()
         with self._save as save:

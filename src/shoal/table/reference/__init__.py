@@ -1,4 +1,4 @@
-"""What tables mean, in plain numpy: the documentation of every formula, and the judge of the native core."""
+"""The definition of tables, in plain numpy: it documents every formula, and tests compare the native core to it."""
 
 from shoal.table.reference.optimizers import reference_optimizer
 from shoal.table.reference.table import ReferenceTable

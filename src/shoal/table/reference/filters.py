@@ -1,4 +1,4 @@
-"""Admission counts and touched keys, written to be read."""
+"""Reference versions of admission counts and touched keys."""
 
 from collections.abc import Iterable
 
@@ -20,7 +20,7 @@ def signature(id: int) -> int:
 
 
 class ReferenceHashFilter:
-    """Cells hold ``(signature, count)``; a dict from position to cell stands for the array."""
+    """Cells hold ``(signature, count)``; the array is a dict from position to cell."""
 
     def __init__(self, capacity: int, fill_rate: float = 1.5, max_step: int = 64) -> None:
         self.capacity = capacity
@@ -31,7 +31,7 @@ class ReferenceHashFilter:
         self.failure_count = 0
 
     def find(self, id: int) -> int | None:
-        """Where the id is or could be; None without room."""
+        """The position of the id, or a free one for it; None if there is no room."""
         home = hash_id(id) % self.total_size
         for step in range(self.max_step):
             at = (home + step) % (self.total_size + 64)
@@ -43,7 +43,7 @@ class ReferenceHashFilter:
         if at not in self.cells:
             self.num_elements = min(self.num_elements + 1, self.capacity)
         self.cells[at] = (signature(id), min(count, 15))
-        if self.cells[at] == (0, 0):  # nothing but an empty cell is all zeros
+        if self.cells[at] == (0, 0):  # all zeros means empty
             del self.cells[at]
 
     def add(self, id: int, count: int = 1) -> int:
@@ -65,7 +65,7 @@ class ReferenceHashFilter:
 
 
 class ReferenceSlidingHashFilter:
-    """The ring of blocks."""
+    """A ring of blocks, each a `ReferenceHashFilter`; the oldest block is dropped when the newest is full."""
 
     def __init__(self, capacity: int, split_num: int, threshold: int = 0) -> None:
         self.capacity = max(capacity, 300)

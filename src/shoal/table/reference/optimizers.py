@@ -1,8 +1,8 @@
-"""The row optimizers, one class each, written to be read.
+"""The reference row optimizers, one class each.
 
-All arithmetic is float32 unless said otherwise. A state is a dict; ``step(state, w, g, lr, global_step)`` changes the
-state and returns the new weights, and never writes to ``w`` or ``g``. ``wd`` is the weight decay, which enters the
-gradient (``g + wd * w``) unless the class says otherwise.
+All arithmetic is float32 unless a class says otherwise. A state is a dict; ``step(state, w, g, lr, global_step)``
+changes the state and returns the new weights, and never writes to ``w`` or ``g``. ``wd`` is the weight decay, which is
+added to the gradient (``g + wd * w``) unless the class says otherwise.
 """
 
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ ONE = F(1)
 
 
 class ReferenceOptimizer:
-    """Base: ``vectors`` of the state have one number per weight, ``scalars`` one per row; order is that of a row."""
+    """Base class. ``vectors`` of the state have one number per weight, ``scalars`` one per row; in the row's order."""
 
     kind: ClassVar[str]
     vectors: ClassVar[tuple[str, ...]] = ()
@@ -40,14 +40,14 @@ class ReferenceOptimizer:
         }
 
     def start(self, name: str) -> Any:
-        """What a fresh state holds under ``name``."""
+        """The initial value of ``name`` in a state."""
         return F(0)
 
     def step(self, state: State, w: np.ndarray, g: np.ndarray, lr: F, global_step: int = 0) -> np.ndarray:
         raise NotImplementedError
 
     def dump(self, state: State) -> SingleOptimizerDump | None:
-        """What a checkpoint keeps of the state."""
+        """The state as it is saved in a checkpoint; None: nothing is saved."""
         dump = SingleOptimizerDump()
         message = getattr(dump, self.kind)
         message.SetInParent()
@@ -59,7 +59,7 @@ class ReferenceOptimizer:
         return dump
 
     def load(self, dump: SingleOptimizerDump) -> State:
-        """The state that `dump` was made of."""
+        """The state from the result of `dump`."""
         message = getattr(dump, self.kind)
         return {name: np.array(getattr(message, name), F) for name in self.vectors} | {
             name: type(self.start(name))(getattr(message, name)) for name in self.scalars
@@ -84,7 +84,7 @@ class Sgd(ReferenceOptimizer):
 
 
 class Adagrad(ReferenceOptimizer):
-    """``epsilon``, 0 unless it is set, is added to the root; where norm is 0 the weight stays as it is."""
+    """``epsilon``, 0 by default, is added to the root; a weight whose norm is 0 does not change."""
 
     kind = "adagrad"
     vectors = ("norm",)
@@ -103,7 +103,7 @@ class Adagrad(ReferenceOptimizer):
 
 
 class DynamicWdAdagrad(Adagrad):
-    """Adagrad; with ``decouple_weight_decay`` the decay is taken from the weight instead: ``- lr * wd * w``."""
+    """Adagrad; with ``decouple_weight_decay``, the weight decays instead of the gradient: ``- lr * wd * w``."""
 
     kind = "dynamic_wd_adagrad"
     scalars = ("last_update_step",)
@@ -159,7 +159,7 @@ class Adam(ReferenceOptimizer):
         return lr * np.sqrt(ONE - state["beta2_power"]) / (ONE - state["beta1_power"])
 
     def below(self, state: State) -> F:
-        """What is added to the root of the moment as it is."""
+        """The term added to the root of the second moment."""
         corrected = self.config.get("bias_corrected_epsilon", self.kind == "adamw")
         return self.eps * np.sqrt(ONE - state["beta2_power"]) if corrected else self.eps
 
@@ -183,7 +183,7 @@ class Amsgrad(Adam):
 
 
 class AdamW(Adam):
-    """Adam's formula with the bare gradient, and then the decay of the weight before the step: ``- lr * wd * w``.
+    """Adam's formula without decay in the gradient; the weight before the step decays instead: ``- lr * wd * w``.
 
     ``epsilon`` is added to the root of the bias-corrected second moment.
     """
@@ -198,8 +198,8 @@ class AdamW(Adam):
 
 class Lamb(Adam):
     """``u = mhat / (sqrt(vhat) + eps) + wd * w``, with the bias-corrected moments ``mhat = m / (1 - beta1_power)`` and
-    ``vhat = v / (1 - beta2_power)`` (powers before their update); then ``w -= lr * ratio * u`` where ``ratio`` is
-    ``|w| / |u|`` (Euclidean norms over the segment), or 1 where either norm is 0."""
+    ``vhat = v / (1 - beta2_power)`` (powers before their update); then ``w -= lr * ratio * u``, where ``ratio`` is
+    ``|w| / |u|`` (Euclidean norms over the segment), or 1 if either norm is 0."""
 
     kind = "lamb"
 
@@ -227,7 +227,7 @@ class Momentum(ReferenceOptimizer):
 
 
 class MovingAverage(ReferenceOptimizer):
-    """The "gradient" is the new sample; the rate is ignored. Leaves nothing in a checkpoint."""
+    """The "gradient" is the new sample; the rate is ignored. It has no state in a checkpoint."""
 
     kind = "moving_average"
 
@@ -239,7 +239,7 @@ class MovingAverage(ReferenceOptimizer):
 
 
 class Rmsprop(ReferenceOptimizer):
-    """Computed in float64; n and w are rounded back to float32. ``epsilon``, 1 unless set, is added to the root."""
+    """Computed in float64; n and w are rounded back to float32. ``epsilon``, 1 by default, is added to the root."""
 
     kind = "rmsprop"
     vectors = ("n",)
@@ -290,7 +290,7 @@ class Ftrl(ReferenceOptimizer):
 
 
 class GroupFtrl(Ftrl):
-    """FTRL whose l1 acts on the length of ``zero`` over the whole segment."""
+    """FTRL whose l1 acts on the length of ``zero`` over the segment."""
 
     kind = "group_ftrl"
 
@@ -330,7 +330,7 @@ class GroupAdagrad(ReferenceOptimizer):
 
 
 class BatchSoftmax(ReferenceOptimizer):
-    """The gradient is ignored; the weight estimates the steps between two appearances of the id."""
+    """The gradient is ignored; the weight estimates the number of steps between two occurrences of the id."""
 
     kind = "batch_softmax"
     scalars = ("global_step",)
@@ -371,8 +371,8 @@ OPTIMIZERS = _kinds(ReferenceOptimizer)
 
 
 def reference_optimizer(config: OptimizerConfig) -> ReferenceOptimizer:
-    """The reference of the optimizer that ``config`` has chosen."""
+    """The reference version of the optimizer in ``config``."""
     kind = config.WhichOneof("type")
     if kind not in OPTIMIZERS:
-        raise ConfigError(f"no optimizer {kind!r} can be built from an OptimizerConfig")
+        raise ConfigError(f"optimizer must be one of {', '.join(sorted(OPTIMIZERS))}, got {kind!r}")
     return OPTIMIZERS[kind](getattr(config, kind))

@@ -1,4 +1,4 @@
-"""Initializers, serving codecs, quantisation-aware lookups and stochastic rounding, written to be read."""
+"""Reference versions of initializers, serving codecs, quantization-aware lookups and stochastic rounding."""
 
 from typing import Any
 
@@ -25,9 +25,9 @@ def initial_weights(config: InitializerConfig, dim: int, random: np.random.Gener
 
 
 def stochastic_round_float16(w: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """Each weight's float16 neighbour above with probability ``(w - lo) / (hi - lo)``, else the one below.
+    """Rounds each weight to the float16 above it with probability ``(w - lo) / (hi - lo)``, else to the one below.
 
-    ``uniform`` are the random numbers in [0, 1). What float16 can hold stays; beyond its range it is clamped.
+    ``uniform`` are random numbers in [0, 1). Exact float16 values are unchanged; larger ones are clamped to its range.
     """
     w = np.clip(w, -FLOAT16_MAX, FLOAT16_MAX)
     near = w.astype(np.float16)
@@ -40,7 +40,7 @@ def stochastic_round_float16(w: np.ndarray, uniform: np.ndarray) -> np.ndarray:
 
 
 def fixed_r8_codes(w: np.ndarray, r: float) -> np.ndarray:
-    """int8 multiples of ``r / 128``: half a step away from zero, truncated, clamped; NaN is 0."""
+    """int8 multiples of ``r / 128``: rounded to the nearest, ties away from zero, and clamped; NaN is 0."""
     step = F(r) / F(128)
     with np.errstate(invalid="ignore", over="ignore"):
         scaled = np.trunc((w + np.copysign(step / F(2), w)) / step)
@@ -52,7 +52,7 @@ def fixed_r8_values(codes: np.ndarray, r: float) -> np.ndarray:
 
 
 def encode(config: FloatCompressorConfig, w: np.ndarray) -> np.ndarray:
-    """What a serving table stores of a segment."""
+    """The codes that a serving table stores for a segment."""
     match config.WhichOneof("type"):
         case "fp16":
             with np.errstate(over="ignore"):
@@ -65,7 +65,7 @@ def encode(config: FloatCompressorConfig, w: np.ndarray) -> np.ndarray:
 
 
 def decode(config: FloatCompressorConfig, codes: np.ndarray) -> np.ndarray:
-    """What a serving table's lookup gives."""
+    """The weights that a lookup in a serving table returns."""
     match config.WhichOneof("type"):
         case "fixed_r8":
             return fixed_r8_values(codes, config.fixed_r8.r)
@@ -85,7 +85,7 @@ class HashNet:
         self.scale = F(config.init_scale)
 
     def advance(self, global_step: int) -> None:
-        """Before the optimizer step of any row."""
+        """Updates the scale; called before the optimizer step of each row."""
         if global_step >= 0 and global_step % self.step_size == 0:
             self.scale = F(min(self.init_scale * (1 + 0.005 * global_step) ** 0.5, self.max_scale))
 

@@ -1,4 +1,4 @@
-"""`ReferenceTable`: what a `HashTable` does, with a dict of rows and a loop over the ids."""
+"""`ReferenceTable`: the definition of `HashTable`, with a dict of rows and a loop over the ids."""
 
 import time
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ class Row:
 
 
 class ReferenceTable:
-    """The judge of `HashTable`: the same methods and results, at the speed of a Python loop.
+    """The definition of `HashTable`: the same methods and results, at the speed of a Python loop.
 
     ``hash_filter`` has ``should_be_filtered(id, count)``; ``touched`` collects the ids that training marked.
     """
@@ -105,7 +105,7 @@ class ReferenceTable:
         return dump
 
     def stale(self, key: int, now: int) -> bool:
-        """Whether a row's last update is as old as its slot allows."""
+        """Whether a row has expired by its slot's rule."""
         expiry = self.config.table_config.slot_expire_time_config
         return now - self.rows[key].time >= slot_expiry_s(expiry).get(slot_v2(key), default_expiry_s(expiry))
 
@@ -183,7 +183,7 @@ class ReferenceTable:
         return self
 
     def restore_dumps(self, records: Iterable[bytes]) -> "ReferenceTable":
-        """What a restore does with the records of a checkpoint."""
+        """Replaces all rows with the records of a checkpoint."""
         self.rows.clear()
         for record in records:
             dump = EntryDump.FromString(record)
@@ -209,7 +209,9 @@ class ReferenceTable:
         keys = _ids(ids)
         values = np.asarray(values, F).reshape(-1)
         if values.size != len(keys) * self.dim_size:
-            raise ConfigError(f"table {self.name!r}: {len(keys)} ids need {self.dim_size} values each")
+            raise ConfigError(
+                f"table {self.name!r}: {len(keys)} ids must have {self.dim_size} values each, got {values.size} values"
+            )
         now = 0 if req_time is None else int(req_time)
         if not 0 <= now <= MAX_TIME:
             raise ConfigError(f"table {self.name!r}: req_time must be 0..{MAX_TIME}, got {now}")
@@ -217,7 +219,7 @@ class ReferenceTable:
         return keys, values.reshape(len(keys), self.dim_size), now
 
     def _dropped(self, keys: list[int], counts: list[int]) -> list[bool]:
-        """Asks the filter about the ids that have no row, all before the first write."""
+        """Which ids the filter rejects; it checks all ids without a row before the first write."""
         if self.hash_filter is None:
             return [False] * len(keys)
         return [

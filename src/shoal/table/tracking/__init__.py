@@ -1,4 +1,4 @@
-"""Which ids of a table changed since somebody last asked, for copies of the table elsewhere."""
+"""Tracking of the ids of a table that changed since the last query, for copies of the table elsewhere."""
 
 from shoal.table.tracking.tracker import Changed, TableTracker
 

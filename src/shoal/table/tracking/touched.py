@@ -20,11 +20,12 @@ LOG_SECS = 60.0
 
 
 class TouchedKeySet(_core.TouchedKeys):
-    """A concurrent, insert-only set of int64 keys, which is emptied by `steal`.
+    """A concurrent, insert-only set of int64 keys, which `steal` empties.
 
-    When it already holds more than ``capacity`` keys at an insertion it is emptied first, so that a reader that never
-    comes costs no memory; `insert` tells how many keys were lost, the counter ``touched_key_set_dropped`` counts them.
-    Tables insert pairs (id, table number). ``concurrency_level`` is a hint. Memory is taken as keys arrive.
+    If it already has more than ``capacity`` keys at an insertion, it is emptied first, so that memory stays bounded
+    without a reader. `insert` returns the number of keys dropped, and the counter ``touched_key_set_dropped`` counts
+    them. Tables insert pairs (id, table number). ``concurrency_level`` has no effect. Memory is allocated as keys
+    arrive.
 
     >>> keys = TouchedKeySet(capacity=3)
     >>> keys.insert([1, 2, 3, 4, 5, 6])
@@ -43,7 +44,7 @@ class TouchedKeySet(_core.TouchedKeys):
         self._logged = float("-inf")
 
     def insert(self, ids: Any, table: int = 0) -> int:
-        """Adds keys one by one; returns how many keys were dropped to make room."""
+        """Adds keys one by one; returns the number of keys dropped to make room."""
         if not isinstance(ids, torch.Tensor):
             ids = torch.as_tensor(ids, dtype=torch.int64, device="cpu")
         flat = as_int64(ids, "TouchedKeySet: keys").detach().cpu().contiguous().view(-1)
@@ -66,7 +67,7 @@ class TouchedKeySet(_core.TouchedKeys):
         )
 
     def ask_first(self, source: Any) -> None:
-        """Has ``source.settle()`` called before keys are counted or taken: it may have some under way from a GPU."""
+        """Calls ``source.settle()`` before keys are counted or taken, because keys from a GPU can still be pending."""
         self._sources.add(source)
 
     def _settle(self) -> None:
@@ -82,29 +83,29 @@ class TouchedKeySet(_core.TouchedKeys):
 
     @property
     def touched_key_set_dropped(self) -> int:
-        """Keys lost to the capacity since the beginning."""
+        """The total number of keys dropped because of the capacity."""
         return self._dropped()
 
     def report_dropped(self) -> None:
-        """Counts keys that were lost since the last report, and logs them, at most once a minute.
+        """Adds the keys dropped since the last report to the counter, and logs them at most once a minute.
 
-        What native tables insert is reported by whoever steals it.
+        Keys that native tables insert are reported when they are stolen.
         """
         with self._reporting:
             total = self.touched_key_set_dropped
             fresh, self._reported = total - self._reported, total
             if not fresh:
                 return
-            tell = time.monotonic() - self._logged >= LOG_SECS
-            if tell:
+            due = time.monotonic() - self._logged >= LOG_SECS
+            if due:
                 self._logged = time.monotonic()
         emit_counter("touched_key_set_dropped", fresh, f"name={self.name}")
-        if tell:
+        if due:
             log.warning("%s holds at most %d keys; %d were dropped", self.name, self.capacity + 1, fresh)
 
     @property
     def handle(self) -> "TouchedKeySet":
-        """What native tables hold."""
+        """The object that native tables hold."""
         return self
 
     @property

@@ -20,22 +20,22 @@ CAPACITY = 1 << 22
 
 
 class Changed(NamedTuple):
-    """What `TableTracker.take` gives."""
+    """The result of `TableTracker.take`."""
 
     ids: Tensor
-    """int64 ``[n]``, distinct, in no particular order: written or removed; `HashTable.find` tells which."""
+    """The ids written or removed: int64 ``[n]``, distinct, in no particular order; `HashTable.find` shows which."""
     everything: bool
-    """Whether any row of the table may have changed (`HashTable.all_ids`), beside those in ``ids``."""
+    """Whether any row of the table (`HashTable.all_ids`) may have changed, in addition to those in ``ids``."""
     lost: int
-    """Ids that were removed and are not known any more, for more were removed than are kept."""
+    """The number of removed ids that were lost because more were removed than the capacity."""
 
 
 class TableTracker:
-    """Follows one table, on any device, from now on. Any number of trackers may follow a table.
+    """Tracks the changes of one table, on any device, from now on. A table can have any number of trackers.
 
-    Noted are the ids of all writes (gradients, `assign`, `reinitialize`, inserts, `restore`) and of all that left
-    (`erase`, `evict`, `clear`, what `restore` replaced). A change is noted after it was made, so that an id that was
-    taken and is read then has its new value, or will be taken again. Writes and `take` may come from any threads.
+    It records the ids of all writes (gradients, `assign`, `reinitialize`, inserts, `restore`) and removals (`erase`,
+    `evict`, `clear`, rows replaced by `restore`). A change is recorded after it was made: reading an id after `take`
+    gives its new value, or the id will be taken again. Writes and `take` can come from any threads.
 
     >>> table = HashTable(1, initializer="zeros")
     >>> tracker = TableTracker(table)
@@ -44,10 +44,10 @@ class TableTracker:
     (tensor([7]), tensor([], dtype=torch.int64))
 
     Args:
-        table: a table of this process: on the CPU, on a GPU, or cached there.
-        capacity: ids kept of those written, and of those removed, at 32 bytes each at most. Where more are written
-            between two takes any row may have changed; removed ones beyond it are lost, counted in
-            ``table_changes_lost`` and logged. Raise it where that happens.
+        table: a table in this process: on the CPU, on a GPU, or cached on a GPU.
+        capacity: the most written ids, and the most removed ids, to keep, at up to 32 bytes each. If more are written
+            between two takes, any row may have changed. Removed ids beyond the capacity are lost, counted in
+            ``table_changes_lost`` and logged; raise the capacity if that happens.
     """
 
     def __init__(self, table: HashTable, *, capacity: int = CAPACITY) -> None:
@@ -58,24 +58,24 @@ class TableTracker:
         table.track(self._native)
 
     def take(self) -> Changed:
-        """What changed since the last take. One thread at a time."""
+        """The changes since the last call. Only one thread can call it at a time."""
         self.table.settle()
         raw, everything, lost = self._native.take()
         if lost:
             emit_counter("table_changes_lost", lost, f"table={self.table.name}")
             log.warning(
-                "table %r: %d removed ids were lost, more than a tracker keeps; copies have those rows until they are "
-                "made anew",
+                "table %r: %d removed ids exceeded the tracker's capacity and were lost; copies keep those rows until "
+                "they are rebuilt",
                 self.table.name,
                 lost,
             )
         return Changed(torch.from_numpy(np.frombuffer(raw, np.int64).copy()), everything, lost)
 
     def __len__(self) -> int:
-        """Ids that wait to be taken, of those that are noted one by one."""
+        """The number of individually recorded ids that have not been taken."""
         self.table.settle()
         return self._native.size()
 
     def close(self) -> None:
-        """Follows the table no longer."""
+        """Stops tracking the table."""
         self.table.untrack(self._native)

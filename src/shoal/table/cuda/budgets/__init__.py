@@ -1,1 +1,1 @@
-"""Budgets of tables in GPU memory: limits, what leaves and who is told, and rows that come back from checkpoints."""
+"""Budgets of tables in GPU memory: limits, evictions and their reports, and rows restored from checkpoints."""

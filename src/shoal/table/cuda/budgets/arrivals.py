@@ -1,4 +1,4 @@
-"""Numbers on their way from the device to the host: whoever sent them does not wait for them."""
+"""Copies from the device to the host for which the caller does not wait."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_UNDER_WAY = 32  # that may be; a further one waits for the first
+_MOST_PENDING = 32  # another copy waits for the first
 
 
 class Sent:
-    """Copies of tensors in host memory, as soon as they have arrived."""
+    """Copies of tensors to host memory, available once they have arrived."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
         if tensors[0].device.type != "cuda":
-            self.homes = [tensor.clone() for tensor in tensors]
+            self.copies = [tensor.clone() for tensor in tensors]
             return
-        self.homes = [
+        self.copies = [
             torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
                 tensor, non_blocking=True
             )
@@ -31,7 +31,7 @@ class Sent:
         self._event.record()
 
     def arrived(self, wait: bool = False) -> bool:
-        """Whether they have; ``wait``: once they have."""
+        """Whether the copies have arrived; with ``wait``, waits until they have."""
         if self._event is None:
             return True
         if wait:
@@ -40,28 +40,28 @@ class Sent:
 
 
 class Arrivals:
-    """A queue: what was sent first is told first."""
+    """A queue of copies, reported in the order in which they were sent."""
 
     def __init__(self) -> None:
-        self._under_way: deque[tuple[Sent, Callable[..., Any]]] = deque()
+        self._pending: deque[tuple[Sent, Callable[..., Any]]] = deque()
         self._lock = threading.RLock()
 
-    def send(self, tensors: Sequence[Tensor], told: Callable[..., Any]) -> None:
-        """Has ``told`` called with copies in host memory, in the order of the calls, some time after they arrive."""
-        self.expect(Sent(tensors), told)
+    def send(self, tensors: Sequence[Tensor], receive: Callable[..., Any]) -> None:
+        """Calls ``receive`` with copies in host memory, in the order of the calls, some time after they arrive."""
+        self.expect(Sent(tensors), receive)
 
-    def expect(self, sent: Sent, told: Callable[..., Any]) -> None:
-        """The same of what was sent already, to several."""
+    def expect(self, sent: Sent, receive: Callable[..., Any]) -> None:
+        """As `send`, for copies that were already sent and can have several receivers."""
         with self._lock:
-            self._under_way.append((sent, told))
-        self.settle(leave=_UNDER_WAY)
+            self._pending.append((sent, receive))
+        self.settle(leave=_MOST_PENDING)
 
     def settle(self, leave: int = 0) -> None:
-        """Tells of what has arrived, and waits for it while more than ``leave`` are under way."""
+        """Reports the copies that have arrived, and waits while more than ``leave`` are pending."""
         with self._lock:
-            while self._under_way:
-                sent, told = self._under_way[0]
-                if not sent.arrived(wait=len(self._under_way) > leave):
+            while self._pending:
+                sent, receive = self._pending[0]
+                if not sent.arrived(wait=len(self._pending) > leave):
                     return
-                self._under_way.popleft()
-                told(*sent.homes)
+                self._pending.popleft()
+                receive(*sent.copies)

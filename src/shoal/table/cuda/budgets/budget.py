@@ -1,7 +1,7 @@
 """`GpuBudget`: the budget of a table in GPU memory: its limits, its policy's clocks, pinned ids and counters.
 
-All of it that kernels need is in device memory, and so is what they decide: which rows leave, and which new ids are
-refused. The host neither asks nor waits; it takes memory while the table may grow, and reads counters when asked.
+All data that kernels need is in device memory. They decide which rows leave and which new ids are rejected; the host
+does not wait for that. It allocates memory while the table can grow, and reads counters on request.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from shoal.table.cuda.stored import StoredTable
 
 LEAST_BYTES = 64 << 20
-"""Of a table on a card: each of its arrays takes 2 MiB at least."""
+"""The minimum for a table in GPU memory, each of whose arrays takes at least 2 MiB."""
 _COUNTERS = (pk.CREATED, pk.WRITTEN, pk.EVICTED, pk.REFUSED, pk.AGE_SUM, pk.AGE_MIN, pk.AGE_MAX)
-_NEVER = 1 << 40  # the youngest age of none
+_NEVER = 1 << 40  # AGE_MIN before the first eviction
 
 
 class GpuBudget:
-    """The budget of one table. Methods are called in the turn of its storage."""
+    """The budget of one table. Methods must be called in the turn of its storage."""
 
     def __init__(self, table: StoredTable, shared: MemoryBudget | None) -> None:
         config = table.table_config.eviction
@@ -56,13 +56,13 @@ class GpuBudget:
         words[pk.COARSE_ROWS.value] = (config.max_rows or 1 << 20) // 1024
         self.small = self.allowance().small
         words[pk.SMALL.value] = int(self.small)
-        whole = torch.tensor(words + [0] * pk.RING.value, dtype=torch.int64, device=table.device)
-        self.words = whole[: pk.BUDGET_WORDS.value]
-        """What kernels read and count (kernels/policy.py)."""
+        words_and_ring = torch.tensor(words + [0] * pk.RING.value, dtype=torch.int64, device=table.device)
+        self.words = words_and_ring[: pk.BUDGET_WORDS.value]
+        """The words that kernels read and their counters (kernels/policy.py)."""
         rows = config.max_rows or config.max_bytes // (4 * table._layout.stride)
-        self.sampled = Sampled(whole, table._arrivals, rows)
+        self.sampled = Sampled(words_and_ring, table._arrivals, rows)
         self.pinned = torch.empty(1, dtype=torch.int64, device=table.device)[:0]
-        """Ids that stay, sorted."""
+        """The pinned ids, sorted."""
         self.zero = torch.zeros(1, dtype=torch.int32, device=table.device)
         """The number of the only table."""
         self.collected: Collected | None = None
@@ -73,16 +73,16 @@ class GpuBudget:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def allowance(self) -> Allowance:
-        """What a storage may take; of its own unless other tables share it."""
+        """The memory that a storage can take; other tables may share it."""
         if self._shared is not None:
             return Allowance(self._max_rows, self._shared.native)
         return Allowance(self._max_rows, _core.Budget(self._max_bytes) if self._max_bytes else None)
 
     def storage(self, table: StoredTable) -> Storage:
-        """An empty one.
+        """An empty storage.
 
         Raises:
-            CapacityError: other tables have taken what they share.
+            CapacityError: other tables have used up the shared budget.
         """
         try:
             return Storage(table._layout, table.device, allowance=self.allowance())
@@ -92,7 +92,7 @@ class GpuBudget:
     def described(self, table: StoredTable, capturing: bool) -> Described:
         """Where kernels find the table."""
         if self._described is None:
-            self._described = Described((weakref.proxy(table),))  # which holds the budget
+            self._described = Described((weakref.proxy(table),))  # a proxy, because the table holds this budget
         described = self._described
         if described.stale:
             described.refresh()
@@ -111,21 +111,21 @@ class GpuBudget:
             self._set(pk.COARSE, 0)
         return int(self.words[pk.EPOCH.value])
 
-    def set_score(self, score: float | None) -> None:
-        self._set(pk.SCORED, int(score is not None))
-        self._set(pk.SCORE_OF_ALL, code_of(score or 0.0))
+    def set_score(self, score: float, given: bool) -> None:
+        self._set(pk.SCORED, int(given))
+        self._set(pk.SCORE_OF_ALL, code_of(score))
 
     def pin(self, storage: Storage, ids: Tensor, stays: bool) -> None:
-        """Ids that stay from now on, or no longer do, whether or not they have a row."""
+        """Pins ids, or unpins them, whether or not they have a row."""
         if stays:
             self.pinned = torch.unique(torch.cat([self.pinned, ids]))
         else:
             self.pinned = self.pinned[~torch.isin(self.pinned, ids)]
         if not self.pinned.numel():
-            self.pinned = torch.empty(1, dtype=torch.int64, device=self.device)[:0]  # which has an address
+            self.pinned = torch.empty(1, dtype=torch.int64, device=self.device)[:0]  # empty, but with an address
         self._set(pk.PINS, self.pinned.numel())
         self.mark_pinned(storage, ids, stays)
-        storage.arena.tell()
+        storage.arena.notify()
 
     def mark_pinned(self, storage: Storage, ids: Tensor, stays: bool) -> None:
         """Marks the rows of ids that have one."""
@@ -135,25 +135,28 @@ class GpuBudget:
         kept[at] = kept[at] | pk.PINNED.value if stays else kept[at] & ~pk.PINNED.value
 
     def lasting(self, storage: Storage, rows: Tensor) -> Tensor:
-        """What checkpoints have of rows, int64. Waits for the device."""
+        """The policy's state of rows as in checkpoints, int64. Waits for the device."""
         assert storage.arena.scores is not None
         kept = storage.arena.scores.tensor[0][rows.long()].long() & 0xFFFFFFFF
         return lasting_of(kept >> pk.SHIFT.value, self.words.tolist())
 
     def restoring(self, native: _core.Table) -> Restored:
-        """The rows of a CPU table with the same policy, on their way here."""
+        """The rows of a CPU table with the same policy, to be restored."""
         return Restored(native, self.words.tolist())
 
     def restored(self, storage: Storage, rows: Restored) -> None:
-        """They are in the storage."""
+        """Called when the restored rows are in the storage."""
         rows.words[pk.REFUSED.value] += rows.refused
         self.words.copy_(torch.tensor(rows.words, dtype=torch.int64, device="cpu"))
         self.mark_pinned(storage, self.pinned, True)
 
-    # --- what happened ------------------------------------------------------------------------------------------------
+    # --- counters -----------------------------------------------------------------------------------------------------
 
     def counters(self) -> list[int]:
-        """Created, hits, evicted, refused, the sum of ages, the youngest and the oldest (-1: none). Waits."""
+        """Created, hits, evicted, refused, the sum of ages, the lowest and the highest age (-1: none).
+
+        Waits for the device.
+        """
         words = self.words.tolist()
         counted = [words[word.value] for word in _COUNTERS]
         counted[1] -= counted[0]
@@ -162,11 +165,11 @@ class GpuBudget:
         return counted
 
     def stats(self) -> EvictionStats:
-        """Waits for the device."""
+        """The counters as `EvictionStats`. Waits for the device."""
         return EvictionStats.of_counters(tuple(self.counters()))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON. Waits for the device."""
+        """The state for a checkpoint, as JSON values. Waits for the device."""
         return {
             "counters": self.counters(), "epoch": int(self.words[pk.EPOCH.value]), "pinned": self.pinned.tolist(),
         }  # fmt: skip
@@ -182,11 +185,11 @@ class GpuBudget:
 
 
 def code_of(score: float) -> int:
-    """What is kept of a score."""
+    """The stored code of a score."""
     return int(score_codes(torch.tensor([score], dtype=torch.float32, device="cpu"))) >> pk.SHIFT.value
 
 
 def score_codes(scores: Tensor) -> Tensor:
-    """int64 integers that have the order of floats; the other way is `shoal.table.budget.calls.code_scores`."""
+    """int64 codes with the order of the floats; `shoal.table.budget.calls.code_scores` is the inverse."""
     bits = scores.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     return torch.where(bits >= 1 << 31, ~bits & 0xFFFFFFFF, bits | 1 << 31)

@@ -1,4 +1,4 @@
-"""`Collected`: rows that leave a GPU table, for whoever asked for them."""
+"""`Collected`: the rows that leave a GPU table, collected on request."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from shoal.errors import UnsupportedError
 from shoal.table.budget.evicted import EvictedRows
 
 NOT_COLLECTED = (
-    "table {name!r}: collect_evicted cannot have the rows that leave in a CUDA graph, which eviction_stats() counts; "
-    "train without a graph to collect them"
+    "table {name!r}: collect_evicted does not work with CUDA graphs, whose evictions only eviction_stats() counts; "
+    "train without a graph to collect rows"
 )
 
 
 class Collected:
-    """Rows that leave a GPU table while it is open. Some stay on the device until they are taken; nobody waits."""
+    """Rows that leave a GPU table while this is open. Some stay on the device until taken; writes never wait."""
 
     def __init__(self, table: Any, limit: int) -> None:
         self._table, self._limit, self._lost, self._size = table, limit, 0, 0
-        self._there: deque[tuple[Tensor, ...]] = deque()  # on the device: count, ids, times and words of a call each
-        self._bound = 0  # rows that they have at most
-        self._home: list[tuple[Tensor, ...]] = []
+        self._on_device: deque[tuple[Tensor, ...]] = deque()  # per call: count, ids, times and words
+        self._bound = 0  # the most rows that these can have
+        self._on_host: list[tuple[Tensor, ...]] = []
 
     def __enter__(self) -> Collected:
         if self._table.replayed:
@@ -36,44 +36,44 @@ class Collected:
         self._table._budget.collected = None
 
     def __len__(self) -> int:
-        self._bring_home()
+        self._fetch()
         return self._size
 
     def add(self, count: Tensor, ids: Tensor, times: Tensor, words: Tensor) -> None:
-        """What left in one call: the first ``count`` of these."""
-        self._there.append((count, ids, times, words))
+        """Adds the rows that left in one call: the first ``count`` of these."""
+        self._on_device.append((count, ids, times, words))
         self._bound += ids.numel()
-        while self._bound > self._limit and len(self._there) > 1:
+        while self._bound > self._limit and len(self._on_device) > 1:
             self._send()
 
     def _send(self) -> None:
-        part = self._there.popleft()
+        part = self._on_device.popleft()
         self._bound -= part[1].numel()
         self._table._arrivals.send(part, self._arrived)
 
     def _arrived(self, count: Tensor, *parts: Tensor) -> None:
-        here = int(count)
-        fit = min(here, self._limit - self._size)
-        self._lost += here - fit
+        evicted = int(count)
+        fit = min(evicted, self._limit - self._size)
+        self._lost += evicted - fit
         self._size += fit
-        self._home.append(tuple(part[:fit].clone() for part in parts))
+        self._on_host.append(tuple(part[:fit].clone() for part in parts))
 
-    def _bring_home(self) -> None:
-        while self._there:
+    def _fetch(self) -> None:
+        while self._on_device:
             self._send()
         self._table._arrivals.settle()
 
     def take(self) -> EvictedRows:
-        """Those that have left since the last call, in host memory. Waits for the device."""
-        self._bring_home()
+        """The rows that have left since the last call, in host memory. Waits for the device."""
+        self._fetch()
         dim, words = self._table.dim_size, self._table._layout.words
         none = (
             torch.empty(0, dtype=torch.int64, device="cpu"),
             torch.empty(0, dtype=torch.int64, device="cpu"),
             torch.empty(0, words, device="cpu"),
         )
-        ids, times, rows = (torch.cat(part) for part in zip(none, *self._home, strict=True))
-        lost, self._lost, self._size, self._home = self._lost, 0, 0, []
+        ids, times, rows = (torch.cat(part) for part in zip(none, *self._on_host, strict=True))
+        lost, self._lost, self._size, self._on_host = self._lost, 0, 0, []
         if self._table.serving:
             return EvictedRows(ids, self._table.decode_words(rows), rows[:, :0], times, lost)
         return EvictedRows(ids, rows[:, :dim].contiguous(), rows[:, dim:].contiguous(), times, lost)

@@ -1,8 +1,8 @@
-"""`Restored`: what a policy kept of rows, from a checkpoint into GPU memory, and which of them a smaller budget keeps.
+"""`Restored`: an eviction policy's state from a checkpoint for GPU memory, and the rows that a smaller budget keeps.
 
-In a checkpoint a row has a number that means the same in every table of its policy (csrc/table/budget/policy.h,
-``lasting``): 3 bits of the policy, 20 bits of writes or of the coarse clock, 32 bits of a call, a clock, an epoch or a
-score. The words in GPU memory (kernels/policy.py) are shorter.
+In a checkpoint, the state of a row is a number with the same meaning in every table with that policy
+(csrc/table/budget/policy.h, ``lasting``): 3 bits for the policy, 20 bits for writes or the coarse clock, 32 bits for a
+call, a clock, an epoch or a score. The words in GPU memory (kernels/policy.py) are shorter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CLOCK, _VALUE = pk.CLOCK.value, pk.VALUE.value
 
 
 def lasting_of(values: Tensor, words: list[int]) -> Tensor:
-    """What checkpoints have of values of words in GPU memory, int64; ``words`` are those of the budget."""
+    """Converts values in GPU memory to those of checkpoints, int64; ``words`` are those of the budget."""
     policy, clocks = words[pk.POLICY.value], {pk.LFU.value: pk.COARSE.value}
     low, high = torch.zeros_like(values), values
     if policy == LRU:
@@ -42,7 +42,7 @@ def lasting_of(values: Tensor, words: list[int]) -> Tensor:
 
 
 class Restored:
-    """The rows of a CPU table with the policy of a budget, on their way to the device. ``words`` are the budget's."""
+    """The rows of a CPU table with a budget's policy, to be copied to the device. ``words`` are the budget's."""
 
     def __init__(self, native: _core.Table, words: list[int]) -> None:
         self.words = words
@@ -59,7 +59,7 @@ class Restored:
         return times, scores
 
     def _raise(self, times: Tensor, scores: Tensor, known: bool) -> None:
-        """Has no clock stand before what is restored."""
+        """Advances the clocks so that none is behind the restored rows."""
         words, high, low = self.words, scores >> 23, (scores >> 3) & _LOW
         latest = int(times.max()) if times.numel() else 0
         words[pk.NOW_S.value] = max(words[pk.NOW_S.value], latest)
@@ -74,7 +74,7 @@ class Restored:
             words[clock] = max(words[clock], newest)
 
     def values(self, times: Tensor, scores: Tensor) -> Tensor:
-        """The values of words, int64; of a row of which nothing is known, as one that is written at its time."""
+        """The values in GPU memory, int64; a row without known state counts as written at its time."""
         high, low = scores >> 23, (scores >> 3) & _LOW
         words, coarse = self.words, self.words[pk.COARSE.value]
         epoch = (words[pk.EPOCH.value] & _CLOCK) << pk.LOW_BITS.value
@@ -95,7 +95,7 @@ class Restored:
         return torch.where((scores & 7) == self._policy + 1, values, others) & _VALUE
 
     def _keys(self, times: Tensor, scores: Tensor) -> Tensor:
-        """`order` of kernels/policy.py."""
+        """The keys by which rows are evicted, as computed by `order` of kernels/policy.py."""
         values, words = self.values(times, scores), self.words
         if self._policy == LRU:
             return (values - words[pk.CALL.value] - 1) & _VALUE
@@ -109,7 +109,7 @@ class Restored:
         return (values - ((words[pk.EPOCH.value] + 1) << pk.LOW_BITS.value)) & _VALUE
 
     def choose(self, room: int) -> None:
-        """There is room for so many rows: those stay that the policy would let go last."""
+        """Chooses the rows that fit into ``room``: those that the policy would evict last."""
         self.refused = max(0, self._native.size() - room)
         if not self.refused:
             return
@@ -121,7 +121,7 @@ class Restored:
             self._least = _VALUE + 1
 
     def stay(self, times: Tensor, scores: Tensor) -> Tensor:
-        """bool: which rows of a part stay; of equal ones those that come first."""
+        """bool: which rows of a part stay; among equal ones, the first."""
         keys = self._keys(times, scores)
         stays = keys > self._least
         equal = (keys == self._least).nonzero().view(-1)[: self._spare]
@@ -130,7 +130,7 @@ class Restored:
         return stays
 
     def write(self, storage: Any, rows: Tensor, times: Tensor, scores: Tensor) -> None:
-        """Writes what is kept of rows."""
+        """Writes the policy's state of rows."""
         words = self.values(times, scores) << pk.SHIFT.value
         words = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
         storage.arena.scores.tensor[0][rows.long()] = words.to(storage.device)

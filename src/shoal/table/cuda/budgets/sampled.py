@@ -10,14 +10,14 @@ from shoal.table.cuda.budgets.arrivals import Arrivals
 from shoal.table.cuda.kernels import policy as pk
 
 _RING = pk.RING.value
-_IDS = 4096  # in the sample of a full table; `_core.Curve` halves its share when there are many more
+_IDS = 4096  # in the sample of a full table; `_core.Curve` halves the share if there are many more
 _LARGEST_SHARE = 1 / 8
 
 
 class Sampled:
-    """Kernels put sampled ids into a ring behind the words of the budget (kernels/policy.py); they come home by parts.
+    """Kernels write sampled ids to a ring after the budget's words (kernels/policy.py); the host copies it in parts.
 
-    Ids that a captured graph writes come into the ring, too. Beyond its length the older ones are lost to the sample.
+    Ids that a captured graph writes are included. When the ring is full, its oldest ids are overwritten.
     """
 
     def __init__(self, words: Tensor, arrivals: Arrivals, rows: int) -> None:
@@ -25,13 +25,13 @@ class Sampled:
         self._share = min(_LARGEST_SHARE, _IDS / max(rows, 1))
         self._below = int(self._share * 2.0**64)
         self._curve = _core.Curve(self._below)
-        self._due = 0  # writes since the ring was sent last
-        self._taken = 0  # sampled ids that are home
-        self._written = 0  # writes that they stand for
+        self._due = 0  # writes since the ring was last sent
+        self._taken = 0  # sampled ids that have arrived
+        self._written = 0  # writes that they represent
         words[pk.SAMPLE_BELOW.value] = self._below
 
     def wrote(self, n: int) -> None:
-        """About ``n`` ids are being written; the ring is sent in time. Does not wait."""
+        """Notes that about ``n`` ids are being written, and sends the ring before it overflows. Does not wait."""
         self._due += n
         if self._due * self._share > _RING // 2:
             self._send()
@@ -53,7 +53,7 @@ class Sampled:
         self._taken, self._written = sampled, written
 
     def start_at(self, written: int) -> None:
-        """The budget counts its writes from another number on."""
+        """Sets the number of writes from which the budget continues to count."""
         self.curve()
         self._written = written
 

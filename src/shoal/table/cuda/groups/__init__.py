@@ -1,4 +1,4 @@
-"""GPU tables as a `shoal.table.protocol.Group`: in one launch sequence where their rows are plain, else one by one."""
+"""GPU tables as a `shoal.table.protocol.Group`: all in one launch sequence if their rows are plain, else one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def group_key(table: CudaHashTable) -> Hashable:
-    """Tables with equal keys can be one group: equal rows and optimizers, while seeds and learning rates may differ."""
+    """Tables with equal keys can form a group: equal row layouts and optimizers; seeds and rates can differ."""
     if not _fusable(table):
         return ("cuda", table.device, type(table), table.dim_size, table.serving, table.on_bad_gradient)
     segments = tuple(
@@ -29,7 +29,7 @@ def make_group(tables: tuple[Any, ...]) -> FusedGroup | SingleGroup:
 
 
 def _fusable(table: CudaHashTable) -> bool:
-    """Not what asks the host about ids, brings its rows from there, or shows other numbers than rows hold."""
+    """False for tables that ask the host about ids, fetch rows from it, or return values other than those stored."""
     layout = table._layout
     rounds = any(s.native.stochastic_rounding for s in layout.segments)
     return (

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from shoal.table.cuda.table import CudaHashTable
 
 _TABLES_AT = lk.TABLES_AT.value
-_STEPPED = ("dynamic_wd_adagrad", "batch_softmax")  # whose rows hold the step
+_STEPPED = ("dynamic_wd_adagrad", "batch_softmax")  # their rows store the step
 
 
 class Control:
-    """What the kernels of updates read. It is sent when it has changed, which for most updates it has not."""
+    """The parameters that update kernels read, sent only when they have changed."""
 
     def __init__(self, tables: tuple[CudaHashTable, ...]) -> None:
         self._tables, self._device = tables, tables[0].device
@@ -47,13 +47,13 @@ class Control:
         self._last_time = -1
 
     def forget(self) -> None:
-        """Has the next `set` look at the tables again, and send everything."""
+        """Makes the next `set` read the tables again and send everything."""
         self._sent, self._last_time = None, -1
 
     def set(self, step: Step, captured: bool) -> None:
-        """Makes the next update, or the next run of a captured one, that of ``step``.
+        """Sets ``step`` for the next update, or for the next replay of a captured one.
 
-        ``captured``: numbers stay as they were set last, since a graph would not read them again; tensors are read.
+        If ``captured``, numbers keep their last values, because a graph would not read them again; tensors are read.
         """
         number, time, scale = step.number, step.time_s, step.lr_scale
         if not isinstance(number, Tensor) and number < 0:
@@ -103,7 +103,7 @@ class Control:
         self._sent = key
 
     def _checked(self, time: Any, seconds: int) -> int:
-        """The seconds, which every table accepts and remembers as the latest."""
+        """Checks the time with every table, which records it as its latest; returns the seconds."""
         for table in self._tables:
             own = table._time(time) if time is not None else seconds if table.clocked else 0
             if own:
@@ -115,7 +115,9 @@ class Control:
         arena = table._storage.arena
         if not arena.timed:
             if capturing(self._device):  # each replay would forget the times
-                raise UnsupportedError("the first write that has a time cannot be captured; run the step once before")
+                raise UnsupportedError(
+                    "the first write with a time cannot be captured; run the step once before the capture"
+                )
             arena.keep_times()
 
     def _rates_at(self, number: int) -> list[float]:
@@ -123,9 +125,7 @@ class Control:
 
     def _scaled(self, rates: list[float], scale: Sequence[float]) -> list[float]:
         if len(scale) != len(self._tables):
-            raise ConfigError(
-                f"step.lr_scale must have a factor for each of {len(self._tables)} tables, got {len(scale)}"
-            )
+            raise ConfigError(f"step.lr_scale must have {len(self._tables)} factors, one per table, got {len(scale)}")
         return [rate * float(scale[place // self.segments]) for place, rate in enumerate(rates)]
 
     def _schedules(self, number: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class Control:
                     made.append((start - end) * (1.0 - part) ** float(fn.power) + end)
                 else:
                     raise UnsupportedError(
-                        f"a learning rate {type(fn).__name__} cannot be computed on {self._device}; give the step as a "
+                        f"a learning rate {type(fn).__name__} cannot be computed on {self._device}; pass the step as a "
                         "number, and call set_step before each replay of a captured graph"
                     )
         return torch.stack(made).float()

@@ -1,4 +1,4 @@
-"""`Evictions`: what an update of a group launches beside the others where tables have budgets (kernels/evict.py)."""
+"""`Evictions`: the additional launches of a group's update if tables have budgets (kernels/evict.py)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from shoal.table.cuda.budgets.arrivals import Sent
 from shoal.table.cuda.budgets.evicting import HEAD, SMALL_WORK, cell_count, make_exact_room
 from shoal.table.cuda.groups.plan import jump_of
 from shoal.table.cuda.kernels import evict as ek
+from shoal.table.cuda.kernels import hold as hk
 from shoal.table.cuda.kernels import located as lk
 from shoal.table.cuda.kernels import settle as sk
 from shoal.table.cuda.launch import cdiv, power_of_2
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Evictions:
-    """The tables of a group of which some have budgets; rows leave for new ids without a wait."""
+    """The evictions of a group in which some tables have budgets; rows leave for new ids without a wait."""
 
     def __init__(self, group: FusedGroup) -> None:
         numbers = [number for number, table in enumerate(group.tables) if table._budget and table._budget.small]
@@ -40,12 +41,12 @@ class Evictions:
         self.cells = self.comers = self.ids = torch.empty(0, dtype=torch.int64, device=group.device)
 
     def begin(self, group: FusedGroup, ids: list[Tensor]) -> None:
-        """Makes the lists of one update of these ids."""
+        """Allocates the lists for one update of these ids."""
         self.ids = ids[0] if len(ids) == 1 else torch.cat(ids)
         self.cells = torch.empty(cell_count(self.ids.numel()), dtype=torch.int64, device=group.device)
         self.comers = torch.empty_like(self.ids)
         block, warps = prepare_shape()
-        kernel = group._kernels.get("prepare") or group.kernel("prepare", ek.prepare, {
+        kernel = group._kernels.get("prepare") or group.kernel("prepare", hk.prepare, {
             "TABLES": self._tables, "GROUP": True, "TIMES_AT": lk.TABLES_AT.value, "BLOCK": block, "num_warps": warps,
         })  # fmt: skip
         described = group.described
@@ -56,19 +57,19 @@ class Evictions:
 
     @property
     def lists(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All ids, the cells in which equal ones meet, and a place for the list of new ones."""
+        """All ids, the hash cells that detect equal ones, and space for the list of new ones."""
         return self.ids, self.cells, self.comers
 
     @property
     def mask(self) -> int:
-        """Of the cells."""
+        """The mask for positions of cells."""
         return self.cells.numel() - HEAD - 1
 
     def finish(self, group: FusedGroup, keys: Tensor, workspace: Tensor, room: int, tally: Tensor, stamp: bool) -> None:
-        """Rows for the new ids that `claim` has listed; then all rows are let go of that it held."""
+        """Assigns rows to the new ids that `claim` has listed, then releases all rows that it held."""
         n, described = self.ids.numel(), group.described
         words, origin, cells = described.words, described.origin, self.cells
-        listed = not group.capturing and any(table.tells_removed for table in group.tables if table._budget)
+        listed = not group.capturing and any(table.reports_removed for table in group.tables if table._budget)
         gone = torch.empty((3, n), dtype=torch.int64, device=group.device) if listed else self.comers
         work = self.comers
         if self._smalls:
@@ -98,7 +99,7 @@ class Evictions:
         )
         kernel(min(most, cdiv(n, block)), *tables, rest, self._small_of, work, keys, *fresh, 0)
         if listed:
-            self._tell(group, gone)
+            self._report(group, gone)
         block, warps = settle_shape()
         key = ("settle", wide)
         kernel = group._kernels.get(key) or group.kernel(key, sk.settle, {
@@ -115,9 +116,9 @@ class Evictions:
                 if table._budget is not None:
                     table._budget.sampled.wrote(n // len(group.tables))
 
-    def _tell(self, group: FusedGroup, gone: Tensor) -> None:
-        """Tells who wants to know which ids left, table by table, when the device has."""
-        sent = Sent((self.cells[ek.GONE.value : ek.GONE.value + 1], gone[0], gone[1]))
+    def _report(self, group: FusedGroup, gone: Tensor) -> None:
+        """Reports the evicted ids, table by table, once the device has sent them."""
+        sent = Sent((self.cells[hk.GONE.value : hk.GONE.value + 1], gone[0], gone[1]))
         for number, table in enumerate(group.tables):
-            if table._budget is not None and table.tells_removed:
+            if table._budget is not None and table.reports_removed:
                 table.expect_removed(sent, number)

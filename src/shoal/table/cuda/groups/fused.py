@@ -1,7 +1,7 @@
-"""`FusedGroup`: GPU tables of equal rows that are found, read and updated together, whether they share memory or not.
+"""`FusedGroup`: GPU tables with the same row layout that are read and updated together, with or without shared memory.
 
 One launch finds the ids of all tables, one pools their rows into the output, and a short sequence updates them. Nothing
-waits for the device, and nothing that a captured graph reads moves: see `Described` and `Control`.
+waits for the device, and memory that a captured graph reads never moves: see `Described` and `Control`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.table.cuda.groups.pools import pool_bags
 from shoal.table.cuda.groups.room import Room
 from shoal.table.cuda.groups.single import SingleGroup
 from shoal.table.cuda.groups.sums import Source, Sums
-from shoal.table.cuda.judge import Told
+from shoal.table.cuda.judge import GroupReport
 from shoal.table.cuda.kernels import located as lk
 from shoal.table.cuda.launch import Bound, cdiv, power_of_2
 from shoal.table.cuda.shapes import find_shape, row_shape
@@ -36,7 +36,7 @@ _PLANS = 64
 
 
 class FusedGroup:
-    """Tables with equal `group_key`: one layout and optimizer; seeds, rates and schedules are each table's own."""
+    """Tables with equal `group_key`: one layout and optimizer; each has its own seed, rates and schedules."""
 
     def __init__(self, tables: tuple[CudaHashTable, ...]) -> None:
         self.tables = tables
@@ -55,26 +55,26 @@ class FusedGroup:
             f"table {names[0]!r}" if len(names) == 1 else f"tables {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
         )
         self._names = whose
-        self.told = Told(whose, self)
+        self.report = GroupReport(whose, self)
         for table in tables:
-            table._judge.listens.append(self.told)
+            table._judge.reports.append(self.report)
         self._versions = power_of_2(len(tables))
         self.mark_bytes = marks_shape(0, self.dim)[1]
         self.no_marks = torch.zeros(16, dtype=torch.uint8, device=self.device)
-        """What kernels get that look at no marks."""
+        """The argument for kernels that do not read marks."""
         self._plans: dict[Features, Plan] = {}
         self._kernels: dict[Any, Bound] = {}
         self._sums = Sums(self)
         self._one_by_one = SingleGroup(tables)
-        self._room = Room(self._storages, self._places, self.told.words)
+        self._room = Room(self._storages, self._places, self.report.words)
         self._stream: int | None = None
         self.capturing = False
-        """Whether the call that has its turn is captured in a CUDA graph."""
+        """Whether the current call is captured in a CUDA graph."""
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> FusedGroup:
-        """One call at a time for all of the tables; the current stream waits for that of the call before."""
+        """Only one call at a time uses the tables; the current stream waits for the stream of the previous call."""
         first = self._storages[0]
         first.__enter__()
         if self.device.type != "cuda":
@@ -95,11 +95,11 @@ class FusedGroup:
         self._storages[0].__exit__()
 
     def describe(self) -> None:
-        """Has the kernels see the tables as they are now."""
+        """Updates the descriptions of the tables for the kernels."""
         if self.capturing:
             self.described.captured = True
             if self.described.stale:
-                raise UnsupportedError(f"{self._names}: run the step once, without capturing it, before it is captured")
+                raise UnsupportedError(f"{self._names}: run the step once before the capture")
             return
         if self.described.stale:
             self.described.refresh()
@@ -108,25 +108,25 @@ class FusedGroup:
         found = self._plans.get(features)
         if found is None:
             if capturing(self.device):
-                raise UnsupportedError(f"{self._names}: run the step once, without capturing it, before it is captured")
+                raise UnsupportedError(f"{self._names}: run the step once before the capture")
             if len(self._plans) >= _PLANS and not self.described.captured:
                 self._plans.clear()
             found = self._plans[features] = Plan(features, len(self.tables), self.dim, self.device)
         return found
 
     def kernel(self, key: Any, fn: Any, constants: dict[str, Any]) -> Bound:
-        """A kernel with constants that follow from the key."""
+        """A kernel with constants that are determined by the key."""
         made = self._kernels[key] = Bound.of(fn, **constants)
         return made
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def find(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Found:
-        """As `Group.find`: row numbers, and when rows of each storage became free last.
+        """As `Group.find`: row numbers, and the version of each storage, which changes when rows are freed.
 
-        Raises what kernels have found out about the arguments of calls before.
+        Raises errors that kernels have found in the arguments of previous calls.
         """
-        self.told.check()
+        self.report.check()
         plan = self.plan(features)
         n = self._check_ids(ids)
         where = torch.empty(n, dtype=torch.int32, device=self.device)
@@ -190,7 +190,7 @@ class FusedGroup:
         missing: Missing,
         marks: Tensor | None = None,
     ) -> None:
-        """As `Group.pooled`: one launch for each segment of a row and each way to pool."""
+        """As `Group.pooled`: one launch per segment of a row and per way to pool."""
         plan, ids = self.plan(features), found.ids
         n = self._check_ids(ids)
         bags = self._check_bags(plan, offsets, weights, out, "out", n)
@@ -205,7 +205,7 @@ class FusedGroup:
     # --- updating -----------------------------------------------------------------------------------------------------
 
     def set_step(self, step: Step) -> None:
-        """Gives captured updates the step, time and learning rates that they read when their graph runs next."""
+        """Sets the step, time and learning rates that captured updates read when their graph is next replayed."""
         with self:
             self._set(step)
             self.described.refresh()
@@ -216,8 +216,8 @@ class FusedGroup:
         self.control.set(step, self.capturing)
 
     def update(self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
-        """As `Group.update`. A captured one follows the last `set_step`, or the tensors of ``step``."""
-        self.told.check()
+        """As `Group.update`. A captured update uses the last `set_step`, or the tensors in ``step``."""
+        self.report.check()
         parts = [part for part in parts if part.found.ids.numel()]
         if not parts:
             return
@@ -240,7 +240,7 @@ class FusedGroup:
                 self._room.launched()
 
     def _expect(self, parts: Sequence[Part]) -> int:
-        """Makes room for what may be new; the number of the update, -1 of a captured one."""
+        """Makes room for ids that may be new; returns the number of the update, -1 for a captured one."""
         if self.capturing:
             for storage in self._storages:
                 storage.expect_replays()
@@ -249,7 +249,7 @@ class FusedGroup:
         return self._room.take(need, self._make_room, parts)
 
     def _need(self, part: Part) -> int:
-        """Ids that a part may bring to a table, or to tables that share their rows."""
+        """The most ids in a part for one table, or for tables that share their rows."""
         plan, counts, n = self.plan(part.features), part.found.counts, part.found.ids.numel()
         if len(self._storages) == 1 or plan.alone or not plan.known(counts):
             return n
@@ -262,7 +262,7 @@ class FusedGroup:
         return need
 
     def _by_storage(self, batches: Sequence[tuple[Plan, tuple[int, ...]]]) -> list[list[int]]:
-        """Ids of each table of each storage."""
+        """The number of ids of each table of each storage."""
         counts = [[0] * storage.tables for storage in self._storages]
         for plan, sizes in batches:
             for table, size in zip(plan.tables_of, sizes, strict=True):
@@ -271,7 +271,7 @@ class FusedGroup:
         return counts
 
     def _make_room(self, parts: Sequence[Part]) -> None:
-        """Makes room for ids of which all may be new; for as many of each table as there are if that is too much."""
+        """Makes room as if all ids were new; if that is too much, for the exact number of ids of each table."""
 
         def counted(wait: bool) -> list[list[int]]:
             plans = [self.plan(part.features) for part in parts]
@@ -288,8 +288,8 @@ class FusedGroup:
                     storage.make_room(least[place])
             except CapacityError as error:
                 raise CapacityError(
-                    f"{self._names}: no room for {sum(counts[place])} ids more: {error}; nothing was changed. Evict "
-                    "rows, or use a narrower optimizer state"
+                    f"{self._names}: no room for {sum(counts[place])} more ids: {error}; nothing was changed. Evict "
+                    "rows, or use an optimizer with less state"
                 ) from None
 
     # --- arguments ----------------------------------------------------------------------------------------------------
@@ -309,12 +309,12 @@ class FusedGroup:
             )
 
     def _check_bags(self, plan: Plan, offsets: Tensor, weights: Tensor | None, rows: Tensor, what: str, n: int) -> int:
-        """How many bags there are."""
+        """Checks the arguments; returns the number of bags."""
         bags = offsets.numel() - 1
         if bags % plan.features or bags < 0 or (n and not bags):
             raise ConfigError(
-                f"{self._names}: offsets must have an element more than a multiple of {plan.features} features for "
-                f"{n} ids, got {offsets.numel()}"
+                f"{self._names}: offsets must have one more element than there are bags, and each of {plan.features} "
+                f"features the same number of bags, got {offsets.numel()} elements for {n} ids"
             )
         if offsets.dtype != torch.int64 or offsets.device != self.device:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""`Plan`: what kernels have to know of the features of a batch, in device memory, made once."""
+"""`Plan`: the kernels' data on the features of a batch, in device memory, created once."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from shoal.errors import ConfigError
 from shoal.table.cuda.launch import power_of_2
 from shoal.table.protocol import EVERY, FIRSTN, MAX, MEAN, SQRTN, SUM, SUMS, Features, Found
 
-_KEPT = 64  # of cuts of batches
+_KEPT = 64  # the most cached results of `begins`
 _FEW = 64
 
 
 def jump_of(count: int) -> int:
-    """The largest power of two below ``count``: the first step of a search through so many numbers."""
+    """The largest power of two below ``count``: the first step of a binary search in ``count`` numbers."""
     return 1 << (count - 1).bit_length() - 1 if count > 1 else 0
 
 
 class Family:
-    """The features of a plan that one kernel pools: those that add rows, those of max, those of firstn."""
+    """The features of a plan that one kernel pools: those that add rows, those with max or those with firstn."""
 
     def __init__(self, plan: Plan, features: Features, which: frozenset[int]) -> None:
         own = [f for f, kind in enumerate(features.combiners) if kind in which]
         self.count = len(own)
-        self.whole = len(own) == len(features.combiners)
-        """Whether they are all that there are."""
+        self.covers_all = len(own) == len(features.combiners)
+        """Whether these are all features of the plan."""
         self.numbers = plan.sent(tuple(own) or (0,), torch.int32)
         kinds = {features.combiners[f] for f in own}
         self.kind = kinds.pop() if len(kinds) == 1 else -1
-        """The combiner of all of them; -1 when they differ."""
+        """Their common combiner; -1 if they differ."""
 
 
 class Plan:
@@ -43,16 +43,16 @@ class Plan:
         self.features, self.width = len(features.tables), features.width
         self.jump = jump_of(self.features)
         self.few = power_of_2(self.features) if self.features <= _FEW else 0
-        """Of so few features, rounded up, a kernel compares ids with all borders; 0 if there are more."""
+        """The number of features, rounded up, if a kernel can compare ids with all borders; 0 if there are too many."""
         self.alone = len(set(features.tables)) == 1
-        """Whether all of them read one table, ``only``."""
+        """Whether all features read one table, ``only``."""
         self.only = features.tables[0] if features.tables else 0
         kinds = set(features.combiners)
         self.kind = SUM if not kinds else kinds.pop() if len(kinds) == 1 else -1
-        """The combiner of all of them; -1 when they differ."""
+        """The common combiner of all features; -1 if they differ."""
         self.first = FIRSTN in features.combiners
         self.unit = 4 if all(x % 4 == 0 for x in (*features.columns, *([dim] if self.first else ()))) else 1
-        """Floats that columns begin at multiples of."""
+        """The alignment of columns, in floats."""
         lengths = tuple([features.length(f) for f in range(self.features)])
         self.tables, self.combiners, columns, self.lengths = (
             self.sent(values, torch.int32)
@@ -67,14 +67,14 @@ class Plan:
         self.columns = {1: columns, 4: columns // 4}
         self._none = (0,) * (self.features - 1)
         self.needs: dict[tuple[int, ...], int] = {}
-        """What a group has worked out of the sizes of batches."""
+        """Results of a group, by the sizes of batches."""
         self._begins: dict[tuple[int, ...], Tensor] = {}
         self._held: list[Tensor] = []
 
     @staticmethod
     def _check(features: Features, tables: int, dim: int) -> None:
         if not features.tables or any(not 0 <= table < tables for table in features.tables):
-            raise ConfigError(f"features.tables must be numbers of {tables} tables, got {features.tables}")
+            raise ConfigError(f"features.tables must be 0..{tables - 1}, got {features.tables}")
         unknown = set(features.combiners) - EVERY
         if unknown:
             raise ConfigError(f"features.combiners must be of {sorted(EVERY)}, got {sorted(unknown)}")
@@ -84,14 +84,14 @@ class Plan:
                 raise ConfigError(f"features.lengths must be at least 1, and 1 without firstn, got {features.lengths}")
             if not 0 <= column <= features.width - length * dim:
                 raise ConfigError(
-                    f"features.columns must leave {length * dim} columns of the {features.width} there are, "
+                    f"features.columns must be 0..{features.width - length * dim}, so that {length * dim} columns fit, "
                     f"got {column}"
                 )
 
     def sent(self, values: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Numbers on the device."""
-        home = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=self._device.type == "cuda")
-        return home.to(self._device, non_blocking=True)
+        """Copies numbers to the device."""
+        pinned = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=self._device.type == "cuda")
+        return pinned.to(self._device, non_blocking=True)
 
     def begins(self, counts: Tensor, n: int, captured: bool) -> Tensor:
         """int64 on the device: the first id of each feature."""
@@ -103,12 +103,12 @@ class Plan:
         made = self._begins.get(sizes)
         if made is None:
             if len(sizes) != self.features or sum(sizes) != n:
-                raise ConfigError(f"counts must be those of {self.features} features and {n} ids, got {list(sizes)}")
+                raise ConfigError(f"counts must be {self.features} numbers that add up to {n}, got {list(sizes)}")
             firsts = tuple(itertools.accumulate((0, *sizes[:-1])))
-            if captured:  # nothing is in it before the graph runs, which copies it anew
-                home = torch.tensor(firsts, dtype=torch.int64, device="cpu", pin_memory=True)
-                self._held.append(home)
-                return home.to(self._device, non_blocking=True)
+            if captured:  # not cached: it is empty until the graph runs, and each replay copies it again
+                pinned = torch.tensor(firsts, dtype=torch.int64, device="cpu", pin_memory=True)
+                self._held.append(pinned)
+                return pinned.to(self._device, non_blocking=True)
             if len(self._begins) >= _KEPT:
                 self._begins.clear()
             made = self._begins[sizes] = self.sent(firsts, torch.int64)
@@ -117,7 +117,7 @@ class Plan:
         return made
 
     def each(self, counts: Tensor) -> int:
-        """Bags of each feature, if the counts are offsets; 0 if they are counts."""
+        """The number of bags per feature, if ``counts`` are offsets; 0 if they are counts."""
         return 0 if counts.shape[0] == self.features else (counts.shape[0] - 1) // self.features
 
     def known(self, counts: Tensor) -> bool:
@@ -125,7 +125,7 @@ class Plan:
         return counts.shape[0] == self.features and counts.device.type == "cpu"
 
     def sizes(self, found: Found, features: Features, wait: bool = False) -> tuple[int, ...]:
-        """How many ids each feature may have in a batch; ``wait``: has, where the device knows."""
+        """The most ids that each feature can have in a batch; with ``wait``, the exact number from the device."""
         n = found.ids.shape[0]
         if self.alone:
             return (n, *self._none)

@@ -1,7 +1,7 @@
-"""`Room`: how many ids may come to the tables of a group before the host has to look how many there are.
+"""`Room`: how many ids can be inserted into a group's tables before the host has to wait for the device.
 
-Every update tells the host, at its end, how many ids still fit into every table. All that came since may be new and of
-one table: that is what the host counts, one number for all tables, and nobody waits while it is less than what fits.
+At its end, every update reports to the host how many ids still fit into every table. All ids since then may be new and
+in one table, so the host adds them up for all tables. While the sum is below the reported room, nothing waits.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ import torch
 from shoal.table.cuda.storage import Storage
 
 _NUMBERS = (1 << 31) - 1
-_EVENTS = 8  # that may be under way
+_EVENTS = 8  # the most pending events
 
 
 class Room:
-    """What is left of the room of some storages, whose turn it is in every call. ``heard`` is what kernels write."""
+    """The remaining room of some storages. Every call must be in their turn. Kernels write reports to ``words``."""
 
-    def __init__(self, storages: Sequence[Storage], places: Sequence[tuple[int, int]], heard: Any) -> None:
-        self._storages, self._places, self._heard = storages, places, heard
+    def __init__(self, storages: Sequence[Storage], places: Sequence[tuple[int, int]], words: Any) -> None:
+        self._storages, self._places, self._words = storages, places, words
         self._cuda = storages[0].device.type == "cuda"
         self._number = 0
-        self._since = 0  # updates since what was told before no longer holds
+        self._since = 0  # the first update whose report is valid
         self._left = 0
-        self._unheard: deque[int] = deque()  # ids of updates that the device has not told of, the oldest first
+        self._unreported: deque[int] = deque()  # number of ids of each update without a report, oldest first
         self._pending = 0  # their sum
-        self._unsettled = 0  # ids that the storages do not know of
+        self._unsettled = 0  # ids that are not yet in the storages' counts
         self._events: deque[torch.cuda.Event] = deque()
         storages[0].turn.open(self)
 
     def take(self, need: int, make_room: Callable[[Any], None], batch: Any) -> int:
-        """Lets an update bring up to ``need`` ids to any table; the number by which it tells of its end.
+        """Allows an update to insert up to ``need`` ids into any table; returns the number that reports its end.
 
-        ``make_room(batch)`` is called where they might not fit, when nothing is under way that could tell otherwise.
+        ``make_room(batch)`` is called if they might not fit and no pending report can show that they do.
         """
         turn = self._storages[0].turn
         if turn.others(self):
             for account in turn.accounts():
                 if account is not self:
                     account.spend(need)
-        self._hear()
+        self._read_report()
         if self._pending + need > self._left and not self._fits_soon(need):
             for storage in self._storages:
                 storage.look()
@@ -51,30 +51,30 @@ class Room:
             self.recall()
             self._left = min(storage.sure() for storage in self._storages)
             if any(storage.replayed for storage in self._storages):
-                self._left //= 2  # the other half is for replays until the device tells of them
+                self._left //= 2  # the other half is for replays that the device has not reported
         self._unsettled += need
         self.spend(need)
         return self._number
 
-    def _hear(self) -> None:
-        word = int(self._heard[2])
-        unheard = (self._number - word) & _NUMBERS
-        if unheard < self._since:
+    def _read_report(self) -> None:
+        word = int(self._words[2])
+        unreported = (self._number - word) & _NUMBERS
+        if unreported < self._since:
             self._left = word >> 31
-            while len(self._unheard) > unheard:
-                self._pending -= self._unheard.popleft()
+            while len(self._unreported) > unreported:
+                self._pending -= self._unreported.popleft()
 
     def _fits_soon(self, need: int) -> bool:
-        """Waits no longer than for updates before the last ones, if that is enough."""
+        """Whether the ids fit once pending updates end; waits for as few of them as possible."""
         while self._events:
             self._events.popleft().synchronize()
-            self._hear()
+            self._read_report()
             if self._pending + need <= self._left:
                 return True
         return False
 
     def launched(self) -> None:
-        """The update that took last is under way."""
+        """Called when the update of the last `take` has been launched."""
         if self._cuda and 2 * self._pending > self._left:
             while self._events and self._events[0].query():
                 self._events.popleft()
@@ -94,10 +94,10 @@ class Room:
     def spend(self, count: int) -> None:
         self._number = (self._number + 1) & _NUMBERS
         self._since += 1
-        self._unheard.append(count)
+        self._unreported.append(count)
         self._pending += count
 
     def recall(self) -> None:
         self._since = self._left = self._pending = 0
-        self._unheard.clear()
+        self._unreported.clear()
         self._events.clear()

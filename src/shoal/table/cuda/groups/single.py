@@ -1,4 +1,4 @@
-"""`SingleGroup`: a GPU table by its own calls, for rows that the fused kernels do not know."""
+"""`SingleGroup`: GPU tables used through their own calls, for rows that the fused kernels do not support."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SingleGroup:
-    """Tables with an admission filter, with rounded, quantised or served rows, and caches. Waits for the device."""
+    """Caches, and tables with an admission filter or with rounded, quantized or served rows. Waits for the device."""
 
     def __init__(self, tables: tuple[Any, ...]) -> None:
         self.tables: tuple[CudaHashTable, ...] = tables
@@ -31,12 +31,12 @@ class SingleGroup:
         )  # fmt: skip
 
     def find(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Found:
-        """The ids themselves: rows are looked up when they are read."""
+        """Returns the ids themselves; rows are looked up when they are read."""
         return Found(ids, counts, ids.new_empty(0), ids.new_empty(0))
 
     def prefetch(self, ids: Tensor, counts: Tensor, features: Features) -> None:
-        """Has caches bring the rows of ids."""
-        if features.padding is not None:  # what is read are other tensors, without it
+        """Makes caches fetch the rows of ids."""
+        if features.padding is not None:  # reads use other tensors, without padding
             return
         sizes = Found(ids, counts, ids, ids).sizes(features)
         for number, own in zip(features.tables, ids.split(sizes), strict=True):
@@ -104,7 +104,7 @@ class SingleGroup:
                 table._apply(ids_of, torch.cat(grad), rates, number, each == "sum", seconds, scores)
 
     def _check(self, grads: list[list[Tensor]]) -> None:
-        """Refuses bad gradients of any table before the first of several is written."""
+        """Raises for bad gradients of any table before the first of several is written."""
         if len(self.tables) > 1 and self.tables[0].on_bad_gradient == "raise":
             bad = sum(int((~torch.isfinite(grad)).any(1).sum()) for of in grads for grad in of)
             refuse_if(bad, f"tables {', '.join(table.name for table in self.tables[:3])}", "gradients")

@@ -1,4 +1,4 @@
-"""`Sums`: the launches that bring the gradients of bags and rows into the rows of a group's tables."""
+"""`Sums`: the launches that apply the gradients of bags and rows to the rows of a group's tables."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
     from shoal.table.cuda.groups.fused import FusedGroup
 
 _JUDGES = {"raise": ck.RAISE.value, "skip": ck.SKIP.value, "ignore": -1}
-_AS_WRITTEN = ("ftrl", "group_ftrl")  # a difference of roots: without fused multiply-adds
 
 
 class Source:
-    """A part, checked, and where its gradients lie."""
+    """A checked part and the location of its gradients."""
 
     __slots__ = ("aimed", "bags", "each", "grad", "kind", "n", "offsets", "part", "plan", "width")
 
@@ -65,10 +64,10 @@ class Source:
 
 
 class Sums:
-    """Updates of a group. What kernels count is in ``tally``, which the last of them makes ready for the next."""
+    """Updates of a group. Kernels count in ``tally``, which the last of them resets for the next update."""
 
     def __init__(self, group: FusedGroup) -> None:
-        self._now: FusedGroup | None = None  # during an update alone: the group owns this
+        self._now: FusedGroup | None = None  # only set during an update, because the group owns this object
         self.tally = torch.zeros(4, dtype=torch.int64, device=group.device)
         table = group.tables[0]
         self._how = _JUDGES[table.on_bad_gradient]
@@ -87,9 +86,9 @@ class Sums:
         return self._now
 
     def update(self, group: FusedGroup, sources: list[Source], number: int, marked: bool) -> None:
-        """One step of every distinct row. Inside the group's turn.
+        """Makes one step on every distinct row. Must be called in the group's turn.
 
-        ``number`` is what the device tells when it ends; ``marked``: somebody is told of the ids of some table.
+        The device reports ``number`` when the update ends. ``marked``: some tables must report the ids written.
         """
         self._now, self._number = group, number
         n = sum(source.n for source in sources)
@@ -117,7 +116,7 @@ class Sums:
             self._now = None
 
     def _mark(self, sources: list[Source], keys: Tensor) -> None:
-        """Tells sync clients which ids were written."""
+        """Reports written ids to sync clients."""
         start = 0
         for source in sources:
             sizes = source.part.found.sizes(source.part.features)
@@ -162,7 +161,7 @@ class Sums:
             self._step(s, ordered, order, workspace, base, marks, unit, n, room, aimed, factored)
 
     def _plain_factors(self, sources: list[Source], workspace: Tensor, room: int) -> None:
-        """Factors of 1 for the parts that have none of their own, since others have."""
+        """Writes factors of 1 for parts without factors, because other parts have them."""
         factors, start = workspace[3 * room : 4 * room].view(torch.float32), 0
         for source in sources:
             if not source.factored:
@@ -170,20 +169,18 @@ class Sums:
             start += source.n
 
     def _by_id(self, sources: list[Source], keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Sorted by table and id, so that equal batches are cut alike whatever rows their ids have."""
+        """Sorts by table and id, so that equal batches are summed in the same order whatever rows their ids have."""
         ids = torch.cat([source.part.found.ids for source in sources])
         order = torch.sort(ids, stable=True)[1]
         bases = self._group.described.bases[: len(self._group.tables)]
-        table = torch.searchsorted(
-            bases, keys[order].long(), right=True
-        )  # 0 for what is passed over, which comes first
+        table = torch.searchsorted(bases, keys[order].long(), right=True)  # 0 for skipped ids, which come first
         order = order[torch.sort(table, stable=True)[1]]
         return keys[order], order
 
     # --- kernels ------------------------------------------------------------------------------------------------------
 
     def _share(self, sources: list[Source]) -> Tensor:
-        """Gives rows that share a maximum their share of its gradient; the marks of all sources."""
+        """Divides the gradient of a maximum among the rows that share it; returns the marks of all sources."""
         group, marks = self._group, []
         for source in sources:
             own = source.part.marks if source.aimed and source.plan.largest.count else None
@@ -210,7 +207,7 @@ class Sums:
     def _aim(
         self, source: Source, workspace: Tensor, base: Tensor, marks: Tensor, unit: int, start: int, room: int
     ) -> Tensor:
-        """Says of each id of a part with max or firstn where its gradient is; what `_claim` gets as seen."""
+        """Finds the gradient of each id of a part with max or firstn; returns the argument ``seen`` of `_claim`."""
         group, part, plan, where = self._group, source.part, source.plan, source.part.found.where
         pad, judge = part.features.padding is not None, self._how >= 0
         before = where
@@ -235,7 +232,7 @@ class Sums:
         return where
 
     def _survey(self, source: Source) -> Tensor:
-        """What `ck.survey` says of the bags of a part; nothing when nobody wants to know."""
+        """The result of `ck.survey` for the bags of a part; empty if it is not needed."""
         group, part, how = self._group, source.part, self._how
         judge = how >= 0
         if not judge and source.kind == SUM:
@@ -335,7 +332,7 @@ class Sums:
         })  # fmt: skip
         kernel(
             cdiv(n, block), keys, workspace, base, marks, described.bases, described.words, described.origin,
-            group.control.rates, self.tally, group.told.count, n, room, len(group.tables), self._jump,
+            group.control.rates, self.tally, group.report.count, n, room, len(group.tables), self._jump,
             group.control.segments, self._number,
         )  # fmt: skip
 
@@ -355,7 +352,7 @@ class Sums:
                 "SINGLE": self._single, "WIDE": described.wide, "STAMP": s.index == 0, "OPT": s.native.opt,
                 "NESTEROV": s.native.nesterov, "DECOUPLED": s.native.decoupled, "INDEX": s.index, "D": s.dim,
                 "WIDTH": s.width, "STRIDE": group.layout.stride, "WEIGHT": s.weight, "STATE_": s.state, "HELD": held,
-                "LINES": power_of_2(cdiv(max(held, s.dim), 32) + 1), "enable_fp_fusion": s.kind not in _AS_WRITTEN,
+                "LINES": power_of_2(cdiv(max(held, s.dim), 32) + 1), "enable_fp_fusion": s.fp_fusion,
             }  # fmt: skip
             within = group.kernel(
                 (*key, 0), ck.step_within,
@@ -374,5 +371,5 @@ class Sums:
         )  # fmt: skip
         across(
             cdiv(tiles, at_once), keys, workspace, described.bases, described.words, described.origin, control.words,
-            control.rates, self.tally, group.told.count, *which, self._number,
+            control.rates, self.tally, group.report.count, *which, self._number,
         )  # fmt: skip

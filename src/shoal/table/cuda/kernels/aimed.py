@@ -1,5 +1,5 @@
 # pyrefly: ignore-errors
-"""Gradients of bags of max and firstn, which differ from row to row of a bag, aimed at the rows that they are of."""
+"""Gradients of bags of max and firstn, which differ between the rows of a bag: each is aimed at its row."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def share(
     grads, offsets, where, marks, columns, numbers, n, some, each, width,
     D: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, UNIT: tl.constexpr, BAGS: tl.constexpr,
 ):  # fmt: skip
-    """Divides gradients of max by the number of rows that have the largest number. Programs have bags as in `pool`."""
+    """Divides gradients of max by the number of rows that have the maximum; bags are distributed as in `pool`."""
     feature = tl.load(numbers + tl.program_id(0) % some)
     place = (tl.program_id(0) // some) * BAGS + tl.arange(0, BAGS)
     m = place < each
@@ -45,10 +45,10 @@ def aim(
     PAD: tl.constexpr, WEIGHTED: tl.constexpr, FACTOR: tl.constexpr, JUDGE: tl.constexpr, COUNT: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where the gradient of each id of a part begins, its flags and its factor, to the workspace.
+    """Writes where the gradient of each id of a part begins, its flags and its factor to the workspace.
 
-    ``before`` ``[n + 1]``, with PAD: the ids that are not padding before each. ``marks`` begin at the part's first id.
-    JUDGE looks for NaN and infinity, and COUNT counts what has them as bad.
+    ``before`` ``[n + 1]``, with PAD: the number of ids before each that are not padding. ``marks`` begin at the part's
+    first id. JUDGE flags gradients with NaN or infinity, and COUNT also counts them as bad.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < n

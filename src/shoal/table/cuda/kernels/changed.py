@@ -1,19 +1,18 @@
 # pyrefly: ignore-errors
-"""Updates of several tables in one launch sequence: judge gradients, give ids rows, sum what equal rows get, step.
+"""Updates of several tables in one sequence of launches: check gradients, give ids rows, sum equal rows, step.
 
-A gradient is that of a bag, read where it lies and multiplied by the factor of each of its rows. Between the kernels
-lies a workspace of int64 words, ``room`` for each of: where a gradient begins, a new row's id, the table and number of
-a new row, and the factor of a gradient. Where an update has bags of max or firstn (AIMED), what is said of where a
-gradient begins has flags below it; those gradients were aimed at their rows by kernels/aimed.py.
+A row's gradient is that of its bag, read in place and multiplied by the row's factor. The kernels share a workspace of
+int64 words, ``room`` words for each of: where a gradient begins, the id of a new row, the table and number of a new
+row, and the factor of a gradient. If an update has bags of max or firstn (AIMED), the low bits of the words that say
+where a gradient begins are flags; kernels/aimed.py writes those gradients' words.
 """
 
 import triton
 import triton.language as tl
 
-from shoal.table.cuda.kernels.evict import FRESH_ROWS, enlist, touch
+from shoal.table.cuda.kernels.hold import FRESH_ROWS, enlist, touch
 from shoal.table.cuda.kernels.index import (
     BUCKETS,
-    EMPTY,
     FREE,
     FULL,
     LOST,
@@ -22,6 +21,10 @@ from shoal.table.cuda.kernels.index import (
     SIZE,
     TAKEN,
     _places,
+    awaited,
+    row_of_rank,
+    slots_of,
+    take_slots,
 )
 from shoal.table.cuda.kernels.located import (
     ARENA,
@@ -49,20 +52,21 @@ from shoal.table.cuda.kernels.located import (
     longs,
     stamp,
 )
-from shoal.table.cuda.kernels.optimizers import _fetch_ahead, _join, _rest_of, _step
+from shoal.table.cuda.kernels.optimizers import _fetch_ahead, _step
 from shoal.table.cuda.kernels.policy import COMING, HELD
 from shoal.table.cuda.kernels.pooled import divisor
 from shoal.table.cuda.kernels.rows import _start_rows, first_weights
+from shoal.table.cuda.kernels.runs import crossing_runs, runs_of, sum_across, sums_of_runs
 
 # Words of a group's tally.
-BAD = tl.constexpr(0)  # gradients of this update that hold NaN or infinity
+BAD = tl.constexpr(0)  # gradients of this update that contain NaN or infinity
 FRESH = FRESH_ROWS
-TOLD = tl.constexpr(2)  # bad gradients of all updates so far
-NUMBER = tl.constexpr(3)  # of the last update that was not captured
+BAD_EVER = tl.constexpr(2)  # bad gradients of all updates so far
+NUMBER = tl.constexpr(3)  # number of the last update that was not captured
 
-# Words of what the host is told; located.py writes the second.
-TOLD_BAD = tl.constexpr(0)
-TOLD_ROOM = tl.constexpr(2)
+# Words of the report to the host; pooled.py writes the second.
+REPORT_BAD = tl.constexpr(0)
+REPORT_ROOM = tl.constexpr(2)
 
 # Words of a group's control block: common ones, then two for each table.
 STEP = tl.constexpr(0)
@@ -70,10 +74,10 @@ STEP = tl.constexpr(0)
 RAISE = tl.constexpr(0)
 SKIP = tl.constexpr(1)
 
-# Flags of an aimed gradient, and the bits that they take.
+# Flags of an aimed gradient, and their number of bits.
 NONE_ = tl.constexpr(1)  # it is zero
-MARKED = tl.constexpr(2)  # in the columns that are marked
-WRONG = tl.constexpr(4)  # it holds NaN or infinity
+MARKED = tl.constexpr(2)  # it is zero in columns that are not marked
+WRONG = tl.constexpr(4)  # it contains NaN or infinity
 FLAGS = tl.constexpr(3)
 
 
@@ -83,10 +87,10 @@ def survey(
     ROWS_: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr, JUDGE: tl.constexpr, COUNT: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, BAGS: tl.constexpr,
 ):  # fmt: skip
-    """What is to be known of each bag: the factor of its rows and its largest gradient, ``seen [2, bags]``.
+    """For each bag, the factor of its rows and its largest absolute gradient, to ``seen [2, bags]``.
 
-    JUDGE looks at gradients at all; COUNT counts the rows of bags with NaN or infinity as bad.
-    ROWS_: each row is a bag, of one feature. Programs have bags as those of `pool` do.
+    JUDGE reads the gradients; COUNT counts the rows of bags with NaN or infinity as bad. ROWS_: each row is a bag, and
+    there is one feature. Bags are distributed over programs as in `pool`.
     """
     feature = tl.program_id(0) % features
     place = (tl.program_id(0) // features) * BAGS + tl.arange(0, BAGS)
@@ -131,7 +135,7 @@ def survey(
 def weigh(
     offsets, where, weights, seen, tally, n, bags, jump, PAD: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Counts gradients that are bad once they have their weights."""
+    """Counts gradients that contain NaN or infinity once they are multiplied by their weights."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < n
     bag = last_not_above(offsets, bags, jump, o, m)
@@ -148,7 +152,7 @@ def weigh(
 
 @triton.jit
 def _new_rows(won, count, of, origin, SINGLE: tl.constexpr):
-    """Rows for the ``count`` lanes that have won a slot, freed ones first; row 0, nobody's, where no room is."""
+    """Rows for the ``count`` lanes that won a slot; row 0, which no id has, where there is no room."""
     state = longs(origin, of, STATE)
     words = longs(origin, of, WORDS)
     if SINGLE:
@@ -159,10 +163,7 @@ def _new_rows(won, count, of, origin, SINGLE: tl.constexpr):
         one = won.to(tl.int64)
         rank = tl.atomic_add(state + TAKEN, one, mask=won, sem="relaxed")
         tl.atomic_add(words + SIZE, one, mask=won, sem="relaxed")
-    free_count = tl.load(state + FREE)
-    again = won & (rank < free_count)
-    reused = tl.load(ints(origin, of, FREE_ROWS) + rank, mask=again, other=0).to(tl.int64)
-    new = tl.where(again, reused, tl.load(state + NEXT) + rank - free_count)
+    new = row_of_rank(rank, won, state, ints(origin, of, FREE_ROWS))
     lost = won & (new >= tl.load(state + ROOM))
     if tl.max(lost.to(tl.int32), axis=0) > 0:
         tl.atomic_add(state + LOST + won.to(tl.int64) * 0, lost.to(tl.int64), mask=lost, sem="relaxed")
@@ -171,65 +172,40 @@ def _new_rows(won, count, of, origin, SINGLE: tl.constexpr):
 
 @triton.jit
 def _take(id, of, m, o, origin, spare, SINGLE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of ids, and which of them were made; as `insert` of the index does it."""
+    """Rows of ids, and which of them were created, as in `insert` of index.py."""
     keys = longs(origin, of, KEYS)
     rows = ints(origin, of, ROWS)
     stash_keys = longs(origin, of, STASH_KEYS)
     stash_rows = ints(origin, of, STASH_ROWS)
     key, first, second, home, stash_mask = _places(id, longs(origin, of, WORDS), 0, tl.load(of + SALT), False)
-    lane = tl.arange(0, 8)[None, :]
-    held = tl.load(column(keys, SINGLE) + first[:, None] * 8 + lane, mask=m[:, None], other=EMPTY)
-    slot = tl.min(tl.where(held == key[:, None], lane, 8), axis=1)
-    free = tl.min(tl.where(held == EMPTY, lane, 8), axis=1)
+    slot, free = slots_of(column(keys, SINGLE), first, key, m)
     where = first * 8 + slot
     row = tl.load(rows + where, mask=m & (slot < 8), other=-1)
     todo = m & (slot == 8)
     won = m & (o < 0)
     in_stash = m & (o < 0)
     if tl.max(todo.to(tl.int32), axis=0) > 0:
-        held = tl.load(column(keys, SINGLE) + second[:, None] * 8 + lane, mask=todo[:, None], other=EMPTY)
-        slot2 = tl.min(tl.where(held == key[:, None], lane, 8), axis=1)
-        free2 = tl.min(tl.where(held == EMPTY, lane, 8), axis=1)
+        slot2, free2 = slots_of(column(keys, SINGLE), second, key, todo)
         hit2 = todo & (slot2 < 8)
         where = tl.where(hit2, second * 8 + slot2, where)
         row = tl.where(hit2, tl.load(rows + where, mask=hit2, other=-1), row)
         todo = todo & (slot2 == 8)
-        step = tl.where(free < 8, free, 8 + free2).to(tl.int64)  # place in the id's order; 16 and on: the stash
-        while tl.max(todo.to(tl.int32), axis=0) > 0:
-            main = step < 16
-            place = tl.where(step < 8, first * 8 + step, second * 8 + step - 8)
-            stash_at = (home + step - 16) & stash_mask
-            cell = tl.where(main, keys + place, stash_keys + stash_at)
-            # A lane with nothing to do compares a spare cell, which holds 0, with -1.
-            cell = tl.where(todo, cell, spare + (o & 65535))
-            wanted = tl.where(todo, tl.full([BLOCK], EMPTY, tl.int64), tl.full([BLOCK], -1, tl.int64))
-            old = tl.atomic_cas(cell, wanted, key, sem="relaxed")
-            mine = todo & (old == EMPTY)
-            done = mine | (todo & (old == key))
-            won = won | mine
-            in_stash = tl.where(done, main == 0, in_stash)
-            where = tl.where(done, tl.where(main, place, stash_at), where)
-            todo = todo & (done == 0)
-            step += 1
+        won, in_stash, where = take_slots(
+            key, first, second, home, stash_mask, 0, free, free2, todo, where, o, keys, stash_keys, spare, BLOCK,
+        )  # fmt: skip
         count = tl.sum(won.to(tl.int32), axis=0)
         if count > 0:
             row = tl.where(won, _new_rows(won, count, of, origin, SINGLE), row)
             tl.store(rows + where, row, mask=won & (in_stash == 0))
             tl.store(stash_rows + where, row, mask=won & in_stash)
-    wait = m & (row < 0)  # for another program, which has the slot and is about to write the row there
-    while tl.max(wait.to(tl.int32), axis=0) > 0:
-        cell = tl.where(in_stash, stash_rows + where, rows + where)
-        now = tl.atomic_add(cell, 0, mask=wait, sem="relaxed")
-        row = tl.where(wait, now, row)
-        wait = wait & (now < 0)
-    return row, won
+    return awaited(row, m & (row < 0), where, in_stash, rows, stash_rows), won
 
 
 @triton.jit
 def _count_coming(table, won, described, origin):
-    """Counts the new ids of each table with a budget."""
+    """Adds the new ids to the counts of their tables, where these have a budget."""
     left = won
-    while tl.max(left.to(tl.int32), axis=0) > 0:  # neighbours are mostly of one table
+    while tl.max(left.to(tl.int32), axis=0) > 0:  # most lanes have the same table
         one = tl.min(tl.where(left, table, 1 << 40), axis=0)
         mine = left & (table == one)
         of = described + one * DESCRIBED
@@ -251,12 +227,13 @@ def claim(
     OWN: tl.constexpr, JUDGE: tl.constexpr, STAMP: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
     EVICT: tl.constexpr, LRU_: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row for each id, in ``keys`` from ``start`` on, and where its gradient is; -1 for an id that is passed over.
+    """Writes a row for each id to ``keys``, from ``start`` on, and where its gradient is; -1 for a skipped id.
 
-    ``places`` are the offsets of bags or, with ROWS_, the first ids of features. Gradients begin at ``begins_at``.
-    WIDE: keys are int64, here and in the kernels that read them. AIMED: the update has flags; OWN: these gradients
-    were aimed, and are judged. EVICT: some table has a budget (LRU_: all of these evict by `Lru`), so rows of known
-    ids are held, and new ids wait in a list for the kernels of evict.py; ``all_ids`` are those of all parts.
+    ``places`` are the offsets of bags or, with ROWS_, the positions of the features' first ids. Gradients begin at
+    ``begins_at``. WIDE: keys are int64, here and in the kernels that read them. AIMED: the update has flags; OWN: the
+    gradients of this part were aimed and checked. EVICT: some table has a budget (LRU_: all such tables evict by
+    `Lru`), so rows of known ids are held, and new ids are listed for the kernels of evict.py; ``all_ids`` are the ids
+    of all parts.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < n
@@ -349,7 +326,7 @@ def start(
     INIT: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     WEIGHT: tl.constexpr, STATE_: tl.constexpr, VECTORS: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A segment of the rows that `claim` made, as new ones have it."""
+    """Initializes a segment of the rows that `claim` created."""
     count = tl.load(tally + FRESH)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     words = origin.to(tl.pointer_type(tl.float32))
@@ -368,7 +345,7 @@ def start(
 
 @triton.jit
 def _home(key, m, bases, described, tables, jump, SINGLE: tl.constexpr):
-    """The table of rows, and the row's number in it."""
+    """The tables of keys, their descriptions, and the row numbers in them."""
     if SINGLE:
         table = 0
         row = key
@@ -380,7 +357,7 @@ def _home(key, m, bases, described, tables, jump, SINGLE: tl.constexpr):
 
 @triton.jit
 def aimed(grads, marks, word, position, here, d, inside, WEIGHT: tl.constexpr, BYTES: tl.constexpr, UNIT: tl.constexpr):
-    """Columns ``d`` of a segment of aimed gradients, of which ``word`` says where they begin."""
+    """Columns ``d`` of a segment of aimed gradients; ``word`` says where they begin."""
     here = here & ((word & NONE_) == 0)
     g = tl.load(grads + (word >> FLAGS)[:, None] * UNIT + WEIGHT + d[None, :], mask=here[:, None] & inside, other=0.0)
     some = (here & ((word & MARKED) != 0))[:, None] & inside
@@ -407,46 +384,46 @@ def _gradients(
 
 @triton.jit
 def room_left(described, origin, TABLES: tl.constexpr):
-    """Ids that fit into every table, whichever they are."""
-    of = described + tl.arange(0, TABLES) * DESCRIBED  # those beyond the last are as the first
+    """The number of ids for which every table has room."""
+    of = described + tl.arange(0, TABLES) * DESCRIBED  # descriptions beyond the last equal the first
     state, words = longs(origin, of, STATE), longs(origin, of, WORDS)
     rows = tl.load(state + ROOM) - tl.load(state + NEXT) + tl.load(state + FREE) - tl.load(state + TAKEN)
     slots = tl.load(words + BUCKETS) * FULL - tl.load(words + SIZE)
-    least = tl.where(tl.load(of + EVICTS) == 2, 0x7FFFFFFF, tl.minimum(rows, slots))  # for others rows leave
+    least = tl.where(tl.load(of + EVICTS) == 2, 0x7FFFFFFF, tl.minimum(rows, slots))  # a full table evicts
     return tl.minimum(tl.min(least, axis=0), 0x7FFFFFFF)
 
 
 @triton.jit
-def close(tally, told, described, origin, number, TABLES: tl.constexpr):
-    """Makes the tally ready for the next update, and tells the host of bad gradients and of the room that is left.
+def close(tally, report, described, origin, number, TABLES: tl.constexpr):
+    """Resets the tally for the next update, and reports bad gradients and the remaining room to the host.
 
-    ``number`` is the update's; -1 in a captured graph, whose updates the host does not count.
+    ``number`` is the number of the update; -1 in a captured graph, whose updates the host does not count.
     """
     if tl.program_id(0) == 0:
         last = tl.load(tally + NUMBER)
         last = tl.where(number < 0, last, number)
         tl.debug_barrier()
         tl.store(tally + NUMBER, last)
-        tl.store(told + TOLD_ROOM, (room_left(described, origin, TABLES) << 31) | last)  # one word: both or neither
+        tl.store(report + REPORT_ROOM, (room_left(described, origin, TABLES) << 31) | last)  # one word, written at once
         bad = tl.load(tally + BAD)
         if bad > 0:
-            total = tl.load(tally + TOLD) + bad
+            total = tl.load(tally + BAD_EVER) + bad
             tl.debug_barrier()
-            tl.store(tally + TOLD, total)
-            tl.store(told + TOLD_BAD, total)
+            tl.store(tally + BAD_EVER, total)
+            tl.store(report + REPORT_BAD, total)
             tl.store(tally + BAD, bad * 0)
         tl.store(tally + FRESH, bad * 0)
 
 
 @triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments", "number"])
 def add(
-    keys, workspace, grads, marks, bases, described, origin, rates, tally, told, n, room, tables, jump, segments,
+    keys, workspace, grads, marks, bases, described, origin, rates, tally, report, n, room, tables, jump, segments,
     number,
     SINGLE: tl.constexpr, TABLES: tl.constexpr, WIDE: tl.constexpr, AIMED: tl.constexpr, FACTOR: tl.constexpr,
     LAST: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     WEIGHT: tl.constexpr, BYTES: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A step of SGD: every gradient is taken off its row as it comes, since the sum is the same in any order."""
+    """A step of SGD: subtracts every gradient from its row at once, in any order."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + o, mask=o < n, other=-1)
     here = key >= 0
@@ -462,7 +439,7 @@ def add(
         m = m & (g != 0)
     tl.atomic_add(words + at[:, None] + WEIGHT + d[None, :], -rate[:, None] * g, mask=m, sem="relaxed")
     if LAST:
-        close(tally, told, described, origin, number, TABLES)
+        close(tally, report, described, origin, number, TABLES)
 
 
 @triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments"])
@@ -476,21 +453,11 @@ def step_within(
 ):  # fmt: skip
     """Sums the gradients of equal rows in order and steps each row once, for rows whose gradients are in one block.
 
-    ``keys`` are sorted, ``order`` has their positions. The sum of a row that goes on in the next block is left in
-    the workspace, and what a block adds to a row from the block before; `step_across` does the rest.
+    ``keys`` are sorted, ``order`` has their positions. Partial sums of rows that cross blocks are left in the
+    workspace for `step_across`.
     """
-    tile = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    o = tile * BLOCK + i
-    key = tl.load(keys + o, mask=o < n, other=-1)
-    before = tl.load(keys + o - 1, mask=(o > 0) & (o < n), other=-1)
-    after = tl.load(keys + o + 1, mask=o + 1 < n, other=-1)
-    position = tl.load(order + o, mask=o < n, other=0)
+    _, key, position, head, carried, ended, alone = runs_of(keys, order, n, BLOCK)
     here = key >= 0
-    head = (before != key).to(tl.int32)
-    begun = tl.cumsum(head, axis=0) > 0
-    tail = here & (after != key)
-    alone = tail & begun
     table, of, row = _home(key, alone, bases, described, tables, jump, SINGLE)
     at = tl.where(alone, row, 0).to(tl.int64) * STRIDE + tl.load(of + ARENA) * 4
     d = tl.arange(0, WIDTH)
@@ -500,13 +467,9 @@ def step_within(
     _fetch_ahead(words + at + STATE_, alone, HELD, LINES)
     if HELD > 0:
         _fetch_ahead(words + at + WEIGHT, alone, D, LINES)
-    heads = head[:, None] + tl.zeros([BLOCK, WIDTH], tl.int32)
-    _, total = tl.associative_scan((heads, g), 0, _join)
-    partial = tile * WIDTH + d[None, :] + tl.zeros([BLOCK, 1], tl.int64)
     opened = (workspace + 4 * room).to(tl.pointer_type(tl.float32))
     closed = opened + tl.num_programs(0).to(tl.int64) * WIDTH
-    tl.store(opened + partial, total, mask=(here & (after == key) & (i == BLOCK - 1))[:, None] & inside)
-    tl.store(closed + partial, total, mask=(tail & (begun == 0))[:, None] & inside)
+    total = sums_of_runs(g, head, carried, ended, opened, closed, d, inside, WIDTH, BLOCK)
     w = tl.load(words + at[:, None] + WEIGHT + d[None, :], mask=alone[:, None] & inside, other=0.0)
     rate = tl.load(rates + table * segments + INDEX) + row.to(tl.float32) * 0
     if STAMP:
@@ -519,22 +482,15 @@ def step_within(
 
 @triton.jit(do_not_specialize=["n", "room", "tables", "jump", "segments", "number"])
 def step_across(
-    keys, workspace, bases, described, origin, control, rates, tally, told, n, room, tables, jump, segments, numbers,
+    keys, workspace, bases, described, origin, control, rates, tally, report, n, room, tables, jump, segments, numbers,
     number,
     SINGLE: tl.constexpr, TABLES: tl.constexpr, WIDE: tl.constexpr, STAMP: tl.constexpr, LAST: tl.constexpr,
     OPT: tl.constexpr, NESTEROV: tl.constexpr, DECOUPLED: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr, STATE_: tl.constexpr, HELD: tl.constexpr,
     LINES: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Steps the rows whose gradients are in several blocks of `step_within`; a program looks at TILES blocks."""
-    each = tl.arange(0, TILES)
-    tile = tl.program_id(0).to(tl.int64) * TILES + each
-    begin = tile * TILE
-    end = begin + TILE
-    key = tl.load(keys + end - 1, mask=end < n, other=-1)
-    goes_on = tl.load(keys + end, mask=end < n, other=-1) == key
-    before = tl.load(keys + begin - 1, mask=(begin > 0) & (end < n), other=-1)
-    mine = (key >= 0) & goes_on & (before != key)
+    """Steps the rows whose gradients are in several blocks of `step_within`; a program has TILES blocks."""
+    tile, key, mine = crossing_runs(keys, n, TILE, TILES)
     if tl.max(mine.to(tl.int32), axis=0) > 0:
         d = tl.arange(0, WIDTH)
         inside = (d < D)[None, :]
@@ -545,23 +501,7 @@ def step_across(
         at = tl.where(mine, row, 0).to(tl.int64) * STRIDE + tl.load(of + ARENA) * 4
         _fetch_ahead(words + at + STATE_, mine, HELD, LINES)
         w = tl.load(words + at[:, None] + WEIGHT + d[None, :], mask=mine[:, None] & inside, other=0.0)
-        total = tl.load(opened + tile[:, None] * WIDTH + d[None, :], mask=mine[:, None] & inside, other=0.0)
-        further = mine
-        k = tile + 1
-        for _ in tl.static_range(2):
-            here = further
-            further = here & (tl.load(keys + (k + 1) * TILE, mask=here & ((k + 1) * TILE < n), other=-1) == key)
-            part = tl.where(further, opened + k * WIDTH, closed + k * WIDTH)
-            total += tl.load(part[:, None] + d[None, :], mask=here[:, None] & inside, other=0.0)
-            k += 1
-        if tl.max(further.to(tl.int32), axis=0) > 0:
-            for which in range(TILES):
-                own = further & (each == which)
-                if tl.max(own.to(tl.int32), axis=0) > 0:
-                    the_key = tl.max(tl.where(own, key, -1), axis=0)
-                    first = tl.max(tl.where(own, k, 0), axis=0)
-                    rest = _rest_of(the_key, first, keys, opened, closed, n, d, inside, WIDTH, TILE, SPAN)
-                    total += tl.where(own[:, None], rest, 0.0)
+        total = sum_across(key, mine, tile, keys, opened, closed, n, d, inside, WIDTH, TILE, TILES, SPAN)
         rate = tl.load(rates + table * segments + INDEX) + row.to(tl.float32) * 0
         if STAMP:
             stamp(row, table, of, mine, origin, control)
@@ -570,4 +510,4 @@ def step_across(
             OPT, NESTEROV, DECOUPLED, False, False, INDEX, D, WEIGHT, STATE_,
         )  # fmt: skip
     if LAST:
-        close(tally, told, described, origin, number, TABLES)
+        close(tally, report, described, origin, number, TABLES)

@@ -1,34 +1,28 @@
 # pyrefly: ignore-errors
-"""Rows for new ids in tables that may be full: one sequence of kernels finds, lets go and inserts.
+"""Rows for the new ids of a call on tables that may be full.
 
-`hold` (of a group: `claim`) finds the rows of known ids and holds them, so that no row leaves that the call needs; new
-ids come into a list, equal ones once. `replace` gives each of them the row of the id which the policy wants least of
-those in its bucket, whose slot it takes over: so the index stays as it was but for the id in that slot. `borrow` finds
-rows elsewhere for the few ids whose buckets have none to give, and `place` gives slots to these and to the ids that get
-a row which nobody has. `settle` resolves equal ids, lets the rows go that were held, and writes what the policy keeps
-of them. In a small table exactly the rows leave that its policy wants least: `weigh` and `let_go` find them before.
-
-Rows of tables that evict by `Lru` are held by the number of the call, which they keep: `settle` has little to do.
-
-Work space of a call: head words, then cells in which equal ids meet (table and position of the first, 0: free).
+hold.py comes first: it holds the rows of known ids and lists the new ids. `replace` then gives each new id the row and
+the index slot of the id that the policy ranks lowest in its buckets. `borrow` takes rows from other buckets for the few
+ids whose own buckets have none to give. `place` inserts these ids, and those that get an unused row, into the index.
+settle.py ends the call. small.py evicts from small tables before `replace` runs.
 """
 
 import triton
 import triton.language as tl
 
+from shoal.table.cuda.kernels.hold import COMERS, FRESH_ROWS, GONE, REST
 from shoal.table.cuda.kernels.index import (
     BUCKETS,
     EMPTY,
     EPOCH,
-    FREE,
     FRESH,
     LOST,
-    NEXT,
     ROOM,
     SIZE,
     TAKEN,
     _places,
     hash_id,
+    row_of_rank,
 )
 from shoal.table.cuda.kernels.located import (
     BASE,
@@ -48,7 +42,6 @@ from shoal.table.cuda.kernels.located import (
     TIMES,
     WORDS,
     ints,
-    locate,
     longs,
     stamp,
 )
@@ -57,7 +50,6 @@ from shoal.table.cuda.kernels.policy import (
     AGE_MIN,
     AGE_SUM,
     CALL,
-    COMING,
     CREATED,
     EVICTED,
     HELD,
@@ -68,7 +60,6 @@ from shoal.table.cuda.kernels.policy import (
     MIN_AGE_S,
     NOW_S,
     PINNED,
-    PINS,
     POLICY,
     REFUSED,
     SHIFT,
@@ -77,131 +68,18 @@ from shoal.table.cuda.kernels.policy import (
     VALUE,
     order,
     score_code,
-    tick,
     written,
 )
 
-# Head words.
-COMERS = tl.constexpr(0)  # ids in the list
-GONE = tl.constexpr(1)  # rows that left
-REST = tl.constexpr(2)  # ids that did not take the place of another
-HEAD = tl.constexpr(8)
-
-FRESH_ROWS = tl.constexpr(1)  # of a group's tally: rows that this update made
 NONE = tl.constexpr(0x7FFFFFFF)  # above all keys
-GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MOST_SMALL = tl.constexpr(8192)  # rows of a small table
-ELSEWHERE = tl.constexpr(64)  # buckets that are looked at where an id's own have no row to give
-ELSEWHERE_BETTER = tl.constexpr(4)  # likewise of a table that may refuse the id
-
-
-@triton.jit(do_not_specialize=["n", "tables", "time"])
-def prepare(
-    cells, described, origin, control, n, tables, time,
-    TABLES: tl.constexpr, GROUP: tl.constexpr, TIMES_AT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Clears the work space, and begins a call of one table at ``time``, or of a GROUP at the control block's times."""
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(cells + o, tl.zeros([BLOCK], tl.int64), mask=o < n)
-    if tl.program_id(0) == 0:
-        t = tl.arange(0, TABLES)
-        of = described + t * DESCRIBED
-        m = (t < tables) & (tl.load(of + EVICTS) != 0)
-        if GROUP:
-            now = tl.load(control + TIMES_AT + t * 2, mask=m, other=0)
-        else:
-            now = t.to(tl.int64) * 0 + time
-        tick(longs(origin, of, BUDGET), now, m)
-
-
-@triton.jit
-def enlist(id, table, new, position, ids, cells, comers, mask, spare, BLOCK: tl.constexpr):
-    """Puts new ids on the list, equal ones of a table once: -1 for those, -2 - p for one that position ``p`` has."""
-    code = (table << 32) | (position + 1)
-    at = (hash_id(id) + table.to(tl.uint64) * GOLDEN).to(tl.int64) & mask
-    todo = new
-    won = new & (position < 0)
-    out = position * 0 - 1
-    while tl.max(todo.to(tl.int32), axis=0) > 0:
-        # A lane with nothing to do compares a spare cell, which holds 0, with -1.
-        cell = tl.where(todo, cells + HEAD + at, spare + (position & 65535))
-        wanted = tl.where(todo, tl.zeros([BLOCK], tl.int64), tl.full([BLOCK], -1, tl.int64))
-        old = tl.atomic_cas(cell, wanted, code, sem="relaxed")
-        mine = todo & (old == 0)
-        other = (old & 0xFFFFFFFF) - 1
-        near = todo & (old != 0) & ((old >> 32) == table)
-        same = near & (tl.load(ids + other, mask=near, other=0) == id)
-        won = won | mine
-        out = tl.where(same, -2 - other, out)
-        todo = todo & (mine == 0) & (same == 0)
-        at = (at + 1) & mask
-    count = tl.sum(won.to(tl.int32), axis=0)
-    if count > 0:
-        begin = tl.atomic_add(cells + COMERS, count.to(tl.int64), sem="relaxed")
-        tl.store(comers + begin + tl.cumsum(won.to(tl.int32), axis=0) - 1, code - 1, mask=won)
-    return out, won
-
-
-@triton.jit
-def touch(row, m, of, origin):
-    """Rows of known ids of a table that evicts by `Lru` are those of this call from now on, which holds them, too."""
-    budget = longs(origin, of, BUDGET)
-    at = ints(origin, of, SCORES) + row
-    word = ((tl.load(budget + CALL) & VALUE) << SHIFT).to(tl.int32) + row * 0
-    pinned = m & (tl.load(budget + PINS) > 0)
-    if tl.max(pinned.to(tl.int32), axis=0) > 0:
-        word = word | (tl.load(at, mask=pinned, other=0) & PINNED)
-    tl.store(at, word, mask=m)
-
-
-@triton.jit(do_not_specialize=["n", "mask", "time"])
-def hold(
-    ids, drop, gate, described, origin, cells, comers, out, n, mask, time,
-    DROP: tl.constexpr, GATE: tl.constexpr, LRU_: tl.constexpr, STAMP: tl.constexpr, LATER: tl.constexpr,
-    TRACK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Rows of known ids, which are held; -1 for ids that are passed over and those on the list, else as `enlist`.
-
-    Known rows get the time and the epoch where STAMP and TRACK are 1, and with LRU_ the call.
-    """
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m = o < n
-    id = tl.load(ids + o, mask=m, other=0)
-    if DROP:
-        m = m & (tl.load(drop + o, mask=m, other=1) == 0)
-    if GATE:
-        m = m & (tl.load(gate) == 0)
-    row = locate(id, described, m, origin, True)
-    known = m & (row >= 0)
-    if LRU_:
-        touch(row, known, described, origin)
-    else:
-        tl.atomic_or(ints(origin, described, SCORES) + row, HELD, mask=known, sem="relaxed")
-    if STAMP == 1:
-        at = ints(origin, described, TIMES).to(tl.pointer_type(tl.uint32)) + row
-        seconds = (row.to(tl.int64) * 0 + time).to(tl.uint32)
-        if LATER:
-            tl.atomic_max(at, seconds, mask=known, sem="relaxed")
-        else:
-            tl.store(at, seconds, mask=known)
-    if TRACK == 1:
-        epoch = tl.load(longs(origin, described, STATE) + EPOCH).to(tl.int32)
-        tl.store(ints(origin, described, EPOCHS) + row, epoch + row * 0, mask=known)
-    new = m & (row < 0)
-    code = o * 0 - 1
-    if tl.max(new.to(tl.int32), axis=0) > 0:
-        code, won = enlist(id, o * 0, new, o, ids, cells, comers, mask, origin, BLOCK)
-        count = tl.sum(won.to(tl.int64), axis=0)
-        tl.atomic_add(longs(origin, described, BUDGET) + COMING, count, sem="relaxed")
-    tl.store(out + o, tl.where(known, row, code.to(tl.int32)), mask=o < n)
-
-
-# --- small tables -----------------------------------------------------------------------------------------------------
+ELSEWHERE = tl.constexpr(64)  # other buckets to search when an id's own have no row to give
+ELSEWHERE_BETTER = tl.constexpr(4)  # the same for a table that can refuse the id
 
 
 @triton.jit
 def _may_leave(row, word, could, of, budget, origin, AGED: tl.constexpr):
-    """Of rows that are there: those that the call does not hold, that are not pinned and old enough."""
+    """Which of the rows ``could`` can be evicted: not held by the call, not pinned, and old enough."""
     could = could & ((word & (HELD | PINNED)) == 0)
     call = (tl.load(budget + CALL) & VALUE).to(tl.int32)
     could = could & ((tl.load(budget + POLICY) != LRU) | (((word >> SHIFT) & VALUE) != call))
@@ -212,89 +90,9 @@ def _may_leave(row, word, could, of, budget, origin, AGED: tl.constexpr):
     return could
 
 
-@triton.jit(do_not_specialize=["tables"])
-def weigh(described, origin, smalls, work, tables, GIVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """The keys and slots of the rows of small tables that may leave, by row, to ``work [tables, 3, MOST_SMALL + 1]``.
-
-    Below a key there is a hash of the id, which decides among equal ones: whatever rows they have, also once they were
-    restored from a checkpoint.
-
-    A full bucket keeps its ids: others, in the stash, are found there because it is full. There is hardly ever one.
-    """
-    place = tl.program_id(0) % tables
-    of = described + tl.load(smalls + place).to(tl.int64) * DESCRIBED
-    budget = longs(origin, of, BUDGET)
-    buckets = tl.load(longs(origin, of, WORDS) + BUCKETS) + 1
-    keys = work + place.to(tl.int64) * (3 * (MOST_SMALL + 1))
-    newcomer = order(written(tl.zeros([1, 1], tl.int32), budget, 0, False), budget, False)
-    choosy = (tl.load(budget + IF_BETTER) != 0) & (GIVEN == 0)
-    begin = (tl.program_id(0) // tables).to(tl.int64) * BLOCK
-    while begin < buckets:
-        bucket = begin + tl.arange(0, BLOCK)
-        at = bucket[:, None] * 8 + tl.arange(0, 8)[None, :]
-        row = tl.load(ints(origin, of, ROWS) + at, mask=(bucket < buckets)[:, None], other=-1)
-        there = row >= 0
-        full = tl.min(there.to(tl.int32), axis=1) != 0
-        could = there & (full == 0)[:, None]
-        word = tl.load(ints(origin, of, SCORES) + row, mask=could, other=HELD)
-        could = _may_leave(row, word, could, of, budget, origin, True)
-        key = order(word, budget, False)
-        could = could & ((key <= newcomer) | (choosy == 0))
-        id = tl.load(longs(origin, of, KEYS) + at, mask=could, other=0)
-        tl.store(keys + row, (key.to(tl.int64) << 32) | (hash_id(id) >> 32).to(tl.int64), mask=could)
-        tl.store(keys + (MOST_SMALL + 1) + row, at, mask=could)
-        begin += (tl.num_programs(0) // tables).to(tl.int64) * BLOCK
-
-
-@triton.jit(do_not_specialize=["tables", "stride"])
-def let_go(
-    described, origin, smalls, work, cells, gone, tables, stride,
-    LIST: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """Takes the ids of small tables out of the index whose rows new ids need, those with the lowest keys.
-
-    Their rows, in that order, are the third part of ``work``, -1 behind the last.
-    """
-    place = tl.program_id(0) % tables
-    table = tl.load(smalls + place).to(tl.int64)
-    of = described + table * DESCRIBED
-    budget = longs(origin, of, BUDGET)
-    state = longs(origin, of, STATE)
-    left = tl.load(state + FREE) + tl.load(state + ROOM) - tl.load(state + NEXT) - tl.load(state + TAKEN)
-    wanted = tl.load(budget + COMING) - tl.maximum(left, 0)
-    work += place.to(tl.int64) * (3 * (MOST_SMALL + 1))
-    rows = tl.load(state + ROOM)
-    begin = (tl.program_id(0) // tables).to(tl.int64) * BLOCK
-    while (begin < rows) & (wanted > 0):
-        row = begin + tl.arange(0, BLOCK)
-        key = tl.load(work + row, mask=row < rows, other=-1)
-        rank = tl.zeros([BLOCK], tl.int32)
-        chunk = rows * 0
-        while chunk < rows:
-            other_row = chunk + tl.arange(0, SPAN)
-            other = tl.load(work + other_row, mask=other_row < rows, other=-1)
-            before = (other[None, :] < key[:, None]) | (
-                (other[None, :] == key[:, None]) & (other_row[None, :] < row[:, None])
-            )
-            rank += tl.sum((before & (other >= 0)[None, :]).to(tl.int32), axis=1)
-            chunk += SPAN
-        goes = (key >= 0) & (rank < wanted)
-        slot = tl.load(work + (MOST_SMALL + 1) + row, mask=goes, other=0)
-        _leave(goes, row.to(tl.int32), longs(origin, of, KEYS) + slot, slot < 8, table, of, budget, origin, cells, gone,
-               stride, LIST)  # fmt: skip
-        tl.store(longs(origin, of, KEYS) + slot, EMPTY, mask=goes)
-        tl.store(ints(origin, of, ROWS) + slot, -1, mask=goes)
-        tl.store(ints(origin, of, SCORES) + row, HELD, mask=goes)
-        tl.store(work + 2 * (MOST_SMALL + 1) + rank, row, mask=goes)
-        begin += (tl.num_programs(0) // tables).to(tl.int64) * BLOCK
-
-
-# --- all tables -------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _leave(goes, row, cell, apart, table, of, budget, origin, cells, gone, stride, LIST: tl.constexpr):
-    """Counts rows that leave, and lists them if anybody wants to know: ids, tables and rows, times, ``stride`` each."""
+    """Counts evicted rows; with LIST also lists their ids, tables and rows, and times, each list ``stride`` long."""
     count = tl.sum(goes.to(tl.int32), axis=0)
     if count > 0:
         timed = goes & (tl.load(of + TIMED) != 0)
@@ -311,12 +109,12 @@ def _leave(goes, row, cell, apart, table, of, budget, origin, cells, gone, strid
             tl.store(gone + at, tl.where(apart, EMPTY, id), mask=goes)
             tl.store(gone + stride + at, (table << 32) | row.to(tl.int64), mask=goes)
             tl.store(gone + 2 * stride + at, time, mask=goes)
-        tl.store(ints(origin, of, TIMES) + row, 0, mask=timed)  # as nobody's rows have
+        tl.store(ints(origin, of, TIMES) + row, 0, mask=timed)  # as for unused rows
 
 
 @triton.jit
 def _weights(row, m, of, budget, origin, AGED: tl.constexpr, LRU_: tl.constexpr):
-    """The keys of rows; NONE for one that stays, or is not there."""
+    """The keys of rows; NONE for a row that cannot be evicted or does not exist."""
     there = m & (row >= 0)
     word = tl.load(ints(origin, of, SCORES) + row, mask=there, other=HELD)
     could = _may_leave(row, word, there, of, budget, origin, AGED)
@@ -325,13 +123,13 @@ def _weights(row, m, of, budget, origin, AGED: tl.constexpr, LRU_: tl.constexpr)
 
 @triton.jit
 def _claim_row(victim, todo, of, budget, origin):
-    """Which lanes have their victim's row now: nobody else had, in this call."""
+    """Which lanes got their victim's row; one that another lane took in this call is refused."""
     at = ints(origin, of, SCORES) + victim
     before = tl.atomic_or(at, HELD, mask=todo, sem="relaxed")
     call = (tl.load(budget + CALL) & VALUE).to(tl.int32)
     taken = (tl.load(budget + POLICY) == LRU) & (((before >> SHIFT) & VALUE) == call)
     free = (before & HELD) == 0
-    wrong = todo & free & taken  # it was another's, who has let go of it
+    wrong = todo & free & taken  # taken by another lane, which has released it
     if tl.max(wrong.to(tl.int32), axis=0) > 0:
         tl.atomic_and(at, ~HELD, mask=wrong, sem="relaxed")
     return todo & free & (taken == 0)
@@ -339,7 +137,7 @@ def _claim_row(victim, todo, of, budget, origin):
 
 @triton.jit
 def _least(row, weight, todo, highest, of, budget, origin, BLOCK: tl.constexpr):
-    """For each lane the row with the lowest key of eight that nobody else has taken, and its slot; -1: none."""
+    """For each lane, the row with the lowest key of eight that no other lane has taken, and its slot; -1: none."""
     lane = tl.arange(0, 8)[None, :]
     got = tl.full([BLOCK], -1, tl.int32)
     slot = tl.full([BLOCK], 0, tl.int32)
@@ -359,7 +157,7 @@ def _least(row, weight, todo, highest, of, budget, origin, BLOCK: tl.constexpr):
 
 @triton.jit
 def _highest(position, m, budget, given, GIVEN: tl.constexpr, LRU_: tl.constexpr, BLOCK: tl.constexpr):
-    """The highest key of a row that may leave for a new id."""
+    """The highest key of a row that can be evicted for a new id."""
     if GIVEN:
         newcomer = score_code(tl.load(given + position, mask=m, other=0.0))
     else:
@@ -369,7 +167,7 @@ def _highest(position, m, budget, given, GIVEN: tl.constexpr, LRU_: tl.constexpr
 
 @triton.jit
 def _welcome(row, m, budget, of, origin):
-    """What is kept of rows that new ids of one table have; `settle` completes it where the policy is not `Lru`."""
+    """Writes the policy's words of rows given to new ids of one table; `settle` completes them unless it is `Lru`."""
     call = ((tl.load(budget + CALL) & VALUE) << SHIFT).to(tl.int32)
     word = tl.where(tl.load(budget + POLICY) == LRU, call, HELD)
     tl.store(ints(origin, of, SCORES) + row, word + row * 0, mask=m)
@@ -381,10 +179,10 @@ def _hand_over(
     row, id, position, table_of, here, described, origin, control, out, fresh_ids, fresh_rows, tally, time,
     GROUP: tl.constexpr, STAMP: tl.constexpr, TRACK: tl.constexpr,
 ):  # fmt: skip
-    """Tells which rows new ids have, -1 for none, and stamps them.
+    """Writes the rows of new ids to ``out``, -1 for none, and stamps them.
 
-    Rows are marked FRESH; of a GROUP they count from the table's first one on, and are listed as `claim` does. Of a
-    GROUP with STAMP time and epoch are those of the control block.
+    Rows of a single table are marked FRESH. Those of a GROUP are numbered across its tables and listed as by `claim`;
+    with STAMP, their time and epoch come from the control block.
     """
     made = here & (row >= 0)
     if GROUP:
@@ -409,14 +207,11 @@ def _hand_over(
 
 @triton.jit
 def _row_left(here, of, origin):
-    """A row that nobody has for each of the ids of one table; -1 where there are no more."""
+    """An unused row for each id of one table, -1 if there are no more; and by how many rows the table is exceeded."""
     state = longs(origin, of, STATE)
     count = tl.sum(here.to(tl.int64), axis=0)
     rank = tl.atomic_add(state + TAKEN, count, sem="relaxed") + tl.cumsum(here.to(tl.int32), axis=0) - 1
-    free_count = tl.load(state + FREE)
-    again = here & (rank < free_count)
-    reused = tl.load(ints(origin, of, FREE_ROWS) + rank, mask=again, other=0).to(tl.int64)
-    row = tl.where(again, reused, tl.load(state + NEXT) + rank - free_count)
+    row = row_of_rank(rank, here, state, ints(origin, of, FREE_ROWS))
     over = row - tl.load(state + ROOM)
     return tl.where(here & (over < 0), row, -1).to(tl.int32), over
 
@@ -426,10 +221,10 @@ def _replace(
     id, position, table, here, described, origin, cells, given, gone, stride,
     GIVEN: tl.constexpr, LIST: tl.constexpr, AGED: tl.constexpr, LRU_: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each id of one table the row that the policy wants least of those in its two buckets, with its slot.
+    """Gives each id of one table the row and slot that the policy ranks lowest in its two buckets; -1: none.
 
-    By `Lru` the first bucket is enough where one of its rows is as old as those that leave typically. The id's first
-    place in the stash counts, too, where both are full, so that ids of theirs may be there. -1: none of them may leave.
+    With `Lru` the first bucket is enough if it has a row as old as those evicted typically. If both buckets are full,
+    the id's first place in the stash is searched as well.
     """
     of = described + table * DESCRIBED
     budget = longs(origin, of, BUDGET)
@@ -455,7 +250,7 @@ def _replace(
         row3 = tl.load(ints(origin, of, STASH_ROWS) + home, mask=full, other=-1)
         weight3 = _weights(row3, full, of, budget, origin, AGED, LRU_)
         stashed = full & (weight3 < tl.min(weight, axis=1))
-        last = stashed[:, None] & (lane == 7)  # in the place of another
+        last = stashed[:, None] & (lane == 7)  # instead of the last row of the bucket
         row = tl.where(last, row3[:, None], row)
         weight = tl.where(last, weight3[:, None], weight)
     highest = _highest(position, here, budget, given, GIVEN, LRU_, BLOCK)
@@ -474,30 +269,34 @@ def _replace(
     return row
 
 
+@triton.jit
+def _listed(listed, ids, begin, count, BLOCK: tl.constexpr):
+    """A block of a list: places, which of them exist, entries, and the positions, ids and tables of these."""
+    o = begin + tl.arange(0, BLOCK)
+    here = o < count
+    packed = tl.load(listed + o, mask=here, other=0)
+    position = packed & 0xFFFFFFFF
+    return o, here, packed, position, tl.load(ids + position, mask=here, other=0), packed >> 32
+
+
 @triton.jit(do_not_specialize=["stride", "time"])
 def replace(
     ids, described, origin, control, cells, comers, rest, given, out, gone, fresh_ids, fresh_rows, tally, stride, time,
     GIVEN: tl.constexpr, LIST: tl.constexpr, GROUP: tl.constexpr, AGED: tl.constexpr, LRU_: tl.constexpr,
     STAMP: tl.constexpr, TRACK: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of others for ids on the list whose tables have none left, into ``out``.
+    """Evicts rows for listed ids whose tables have no unused rows, and writes them to ``out``.
 
-    The other ids come on the list ``rest``: those that get a row which nobody has, in ``out`` already, or -1, and
-    those that found none here.
+    All other listed ids go on the list ``rest``: those with an unused row, which is in ``out``, and those without one.
     """
     count = tl.load(cells + COMERS)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     while begin < count:
-        o = begin + tl.arange(0, BLOCK)
-        here = o < count
-        packed = tl.load(comers + o, mask=here, other=0)
-        position = packed & 0xFFFFFFFF
-        id = tl.load(ids + position, mask=here, other=0)
-        table_of = packed >> 32
+        _o, here, packed, position, id, table_of = _listed(comers, ids, begin, count, BLOCK)
         row = tl.full([BLOCK], -1, tl.int32)
         later = here
         left = here
-        while tl.max(left.to(tl.int32), axis=0) > 0:  # one table after the other; neighbours are mostly of one
+        while tl.max(left.to(tl.int32), axis=0) > 0:  # one table at a time; most lanes have the same
             table = tl.min(tl.where(left, table_of, 1 << 40), axis=0)
             mine = left & (table_of == table)
             of = described + table * DESCRIBED
@@ -514,7 +313,7 @@ def replace(
                     row = tl.where(todo, found, row)
                     later = later & ((todo == 0) | (found < 0))
             left = left & (mine == 0)
-            over = tl.where(mine & (unused < 0), -2 - over, -1)  # of a small table: which of those that were let go
+            over = tl.where(mine & (unused < 0), -2 - over, -1)  # small table: which of the rows that `let_go` freed
             tl.store(out + position, tl.where(unused >= 0, unused, over).to(out.dtype.element_ty), mask=mine & later)
         _hand_over(
             row, id, position, table_of, here & (later == 0), described, origin, control, out, fresh_ids, fresh_rows,
@@ -529,7 +328,7 @@ def replace(
 
 @triton.jit
 def _insert(key, first, second, home, stash_mask, row, m, o, of, origin, BLOCK: tl.constexpr):
-    """Distinct ids that have a row now into free slots of their buckets, or the stash."""
+    """Inserts distinct ids with their rows into free slots of their buckets, or into the stash."""
     keys = longs(origin, of, KEYS)
     rows = ints(origin, of, ROWS)
     stash_keys = longs(origin, of, STASH_KEYS)
@@ -546,7 +345,7 @@ def _insert(key, first, second, home, stash_mask, row, m, o, of, origin, BLOCK: 
         place = tl.where(step < 8, first * 8 + step, second * 8 + step - 8)
         stash_at = (home + step - 16) & stash_mask
         cell = tl.where(main, keys + place, stash_keys + stash_at)
-        # A lane with nothing to do compares a spare cell, which holds 0, with -1.
+        # An idle lane compares a spare cell, which holds 0, with -1.
         cell = tl.where(todo, cell, origin + (o & 65535))
         wanted = tl.where(todo, tl.full([BLOCK], EMPTY, tl.int64), tl.full([BLOCK], -1, tl.int64))
         mine = todo & (tl.atomic_cas(cell, wanted, key, sem="relaxed") == EMPTY)
@@ -560,7 +359,7 @@ def _from_elsewhere(
     key, first, m, highest, table, of, budget, origin, cells, gone, stride,
     LIST: tl.constexpr, AGED: tl.constexpr, LRU_: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of other buckets for ids whose own have none to give, whose slots are free from now on; -1: none."""
+    """Evicts rows from other buckets, whose slots become free, for ids whose own buckets have none; -1: none."""
     keys = longs(origin, of, KEYS)
     rows = ints(origin, of, ROWS)
     lane = tl.arange(0, 8)[None, :]
@@ -590,7 +389,7 @@ def _from_elsewhere(
 def _row_of_rest(
     id, unused, table, small, here, o, described, origin, work, EXACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row for each of the rest of one table, with a slot; -1 where none may leave for it."""
+    """A row and a slot for each id of one table that `replace` left; -1 if no row can be evicted for it."""
     of = described + table * DESCRIBED
     words = longs(origin, of, WORDS)
     key, first, second, home, stash_mask = _places(id, words, 0, tl.load(of + SALT), False)
@@ -625,19 +424,14 @@ def borrow(
     GIVEN: tl.constexpr, LIST: tl.constexpr, AGED: tl.constexpr, LRU_: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of other buckets, into ``out``, for the ids that `replace` has left without one; there are hardly any.
+    """Evicts rows from other buckets, into ``out``, for the few ids that `replace` left without one.
 
-    Nothing is inserted meanwhile: a bucket that has a free slot keeps one, and no id is in the stash because of it.
+    It inserts nothing: a bucket with a free slot keeps one, so no id is in the stash because that bucket was full.
     """
     count = tl.load(cells + REST)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     while begin < count:
-        o = begin + tl.arange(0, BLOCK)
-        here = o < count
-        packed = tl.load(rest + o, mask=here, other=0)
-        position = packed & 0xFFFFFFFF
-        id = tl.load(ids + position, mask=here, other=0)
-        table_of = packed >> 32
+        _o, here, _packed, position, id, table_of = _listed(rest, ids, begin, count, BLOCK)
         left = here & (tl.load(out + position, mask=here, other=0) < 0)
         while tl.max(left.to(tl.int32), axis=0) > 0:
             table = tl.min(tl.where(left, table_of, 1 << 40), axis=0)
@@ -666,20 +460,15 @@ def place(
     EXACT: tl.constexpr, GROUP: tl.constexpr, STAMP: tl.constexpr, TRACK: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Slots for the ids that `replace` has left, and their rows into ``out``; -1 for one that is refused.
+    """Inserts the ids that `replace` left into the index and writes their rows to ``out``; -1 for a refused id.
 
     ``small_of`` is the place of each small table in ``work``.
     """
     count = tl.load(cells + REST)
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     while begin < count:
-        o = begin + tl.arange(0, BLOCK)
-        here = o < count
-        packed = tl.load(rest + o, mask=here, other=0)
-        position = packed & 0xFFFFFFFF
-        id = tl.load(ids + position, mask=here, other=0)
+        o, here, _packed, position, id, table_of = _listed(rest, ids, begin, count, BLOCK)
         unused = tl.load(out + position, mask=here, other=-1).to(tl.int64)
-        table_of = packed >> 32
         row = tl.full([BLOCK], -1, tl.int32)
         left = here
         while tl.max(left.to(tl.int32), axis=0) > 0:
@@ -698,7 +487,7 @@ def place(
 
 @triton.jit
 def copy_gone(cells, gone, arena, out, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies of the rows that left, ``gone`` being the list of tables and rows, before they are others'."""
+    """Copies evicted rows, listed in ``gone`` as tables and rows, before new ids overwrite them."""
     count = tl.load(cells + GONE)
     d = tl.arange(0, WIDTH)
     begin = tl.program_id(0).to(tl.int64) * BLOCK

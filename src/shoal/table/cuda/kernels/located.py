@@ -1,8 +1,8 @@
 # pyrefly: ignore-errors
-"""Reads of several tables in one launch: where ids are, and their rows.
+"""Reads of several tables in one launch: the places of ids, and their rows.
 
 Each table has a description in device memory: where its index and its rows begin, in units of 16 bytes from ``origin``,
-a pointer to anywhere. Units, and not addresses, so that the compiler knows how reads are aligned.
+an arbitrary pointer. Units instead of addresses tell the compiler the alignment of reads.
 """
 
 import triton
@@ -27,43 +27,43 @@ SALT = tl.constexpr(11)
 SEED = tl.constexpr(12)
 TIMED = tl.constexpr(13)
 TRACKED = tl.constexpr(14)
-BASE = tl.constexpr(15)  # of its rows among those of all tables
-EVICTS = tl.constexpr(16)  # 0: it grows; 1: it has a budget; 2: and has all the memory that it may have
+BASE = tl.constexpr(15)  # number of the table's first row among the rows of all tables
+EVICTS = tl.constexpr(16)  # 0: no budget; 1: it has a budget; 2: and has allocated all of it
 SCORES = tl.constexpr(17)
 BUDGET = tl.constexpr(18)
 PINNED_IDS = tl.constexpr(19)
 DESCRIBED = tl.constexpr(20)
 
-TABLES_AT = tl.constexpr(8)  # in a group's control block: times, and whether they are of the clock, for each table
+TABLES_AT = tl.constexpr(8)  # in a group's control block: for each table a time, and whether it comes from the clock
 
 UNKNOWN = tl.constexpr(-1)
-PADDING = tl.constexpr(-2)  # where an id is that stands for none
+PADDING = tl.constexpr(-2)  # the place of a padding id
 
 
 @triton.jit
 def longs(origin, of, FIELD: tl.constexpr):
-    """A table's int64 words of a kind."""
+    """A table's array of int64 words, by its FIELD in the description."""
     return origin + tl.load(of + FIELD) * 2
 
 
 @triton.jit
 def ints(origin, of, FIELD: tl.constexpr):
-    """A table's int32 words of a kind."""
+    """A table's array of int32 words, by its FIELD in the description."""
     return origin.to(tl.pointer_type(tl.int32)) + tl.load(of + FIELD) * 4
 
 
 @triton.jit
 def column(x, SINGLE: tl.constexpr):
-    """``[B, 1]`` of what each lane has; what all have in common as it is."""
+    """A value per lane as ``[B, 1]``; a scalar (SINGLE) unchanged."""
     if SINGLE:
         return x
-    else:  # noqa: RET505 - what follows a return is compiled, too
+    else:  # noqa: RET505 - code after a return is compiled, too
         return x[:, None]
 
 
 @triton.jit
 def last_not_above(ordered, count, jump, value, m):
-    """The last place of ``count`` ordered numbers, the first of which is not above, that holds none above ``value``.
+    """The place of the last of ``count`` sorted numbers that is <= ``value``; 0 if none is.
 
     ``jump`` is the largest power of two below ``count``.
     """
@@ -79,7 +79,7 @@ def last_not_above(ordered, count, jump, value, m):
 
 @triton.jit
 def feature_at(o, offsets, features, each, FEATURES: tl.constexpr):
-    """The features of ids, ``each`` bags of every one."""
+    """The features of ids; every feature has ``each`` bags."""
     f = tl.arange(0, FEATURES)
     inside = f < features - 1
     ends = tl.load(offsets + (f + 1).to(tl.int64) * each, mask=inside, other=0)
@@ -89,7 +89,7 @@ def feature_at(o, offsets, features, each, FEATURES: tl.constexpr):
 
 @triton.jit
 def locate(id, of, m, origin, SINGLE: tl.constexpr):
-    """Rows of ids, `UNKNOWN` for one that has none; ``of`` points to the description of its table."""
+    """Rows of ids, `UNKNOWN` for an id without one; ``of`` points to the description of its table."""
     keys = column(longs(origin, of, KEYS), SINGLE)
     rows = column(ints(origin, of, ROWS), SINGLE)
     key, first, second, home, stash_mask = _places(id, longs(origin, of, WORDS), 0, tl.load(of + SALT), False)
@@ -121,9 +121,10 @@ def locate(id, of, m, origin, SINGLE: tl.constexpr):
 
 @triton.jit
 def still(row, id_at, versions, table, of, m, origin, SINGLE: tl.constexpr):
-    """Rows that were found, as they are now: looked for again where they were unknown, or rows became free since.
+    """The current rows of ids; searches again for ids that were unknown, or if rows became free since.
 
-    And where no table has so many rows: counts of features that do not fit the offsets make one table's rows another's.
+    Also searches again if the table does not have that many rows: if the counts of features do not match the offsets, a
+    row number can come from another table.
     """
     state = longs(origin, of, STATE)
     moved = tl.load(versions + table) != tl.load(state + MOVED)
@@ -136,7 +137,7 @@ def still(row, id_at, versions, table, of, m, origin, SINGLE: tl.constexpr):
 
 @triton.jit
 def stamp(row, table, of, m, origin, control):
-    """The time of the update, and the epoch, to rows; where a table goes by the clock a later time stays."""
+    """Writes the time of the update and the epoch to rows; a row keeps a later time if the time is the clock's."""
     timed = m & (tl.load(of + TIMED) != 0)
     if tl.max(timed.to(tl.int32), axis=0) > 0:
         at = ints(origin, of, TIMES) + row
@@ -156,9 +157,9 @@ def find(
     ids, begins, tables, described, origin, where, versions, n, only, features, jump, each, padding,
     SINGLE: tl.constexpr, BORDERS: tl.constexpr, PAD: tl.constexpr, TABLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where ids are; ids of feature ``f`` begin at ``begins[f]``. SINGLE: all are of the table ``only``.
+    """Finds ids; those of feature ``f`` begin at ``begins[f]``. SINGLE: all are in the table ``only``.
 
-    BORDERS: ``begins`` are offsets, ``each`` bags of every one of up to so many features.
+    BORDERS: if above 0, ``begins`` are the offsets of bags, ``each`` per feature, of at most BORDERS features.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < n
@@ -179,7 +180,7 @@ def find(
         row = tl.where(m & (id == padding), PADDING, row)
     tl.store(where + o, row, mask=m)
     if tl.program_id(0) == 0:
-        t = tl.arange(0, TABLES)  # a power of two: descriptions beyond the last are those of the first
+        t = tl.arange(0, TABLES)  # a power of two: descriptions beyond the last equal the first
         now = tl.load(longs(origin, described + t * DESCRIBED, STATE) + MOVED)
         tl.store(versions + t, now)
 
@@ -190,7 +191,7 @@ def read(
     SINGLE: tl.constexpr, INITIAL: tl.constexpr, INIT: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A segment of the rows that were found, into ``out [n, DIM]``; INITIAL: of an unknown id its first one."""
+    """Copies a segment of the found rows to ``out [n, DIM]``; INITIAL: an unknown id has its initial values."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < n
     row = tl.load(where + o, mask=m, other=PADDING)

@@ -1,17 +1,17 @@
 # pyrefly: ignore-errors
-"""What a budget's policy keeps of each row, in kernels: a word by row number, and which of two rows leaves first.
+"""Eviction policies in kernels: one word per row, which determines the row that leaves first.
 
-A word has 30 bits of the policy's (csrc/table/budget/policy.h has 32), one for pinned ids, and one for rows that stay
-for now: the call that runs works on them, or they are nobody's.
+A word has 30 bits for the policy (32 in csrc/table/budget/policy.h), one for pinned ids, and one for held rows, which
+cannot leave: the current call uses them, or no id has them.
 
-    lru        the number of the call that wrote the row last
-    lfu        18 bits: writes; below them 12 bits of a coarse clock, so that of equal ones the older leaves
-    epoch_lru  12 bits: the epoch of the last write; below them 18 bits of the coarse clock, which starts with an epoch
-    epoch_lfu  12 bits: the epoch of the last write; below them 18 bits: writes
-    score      the upper bits of a float of the user's, as an integer of the same order
-    slru       29 bits: the number of the call that wrote the row last; 1 bit: whether it was written before that
+    lru        the number of the last call that wrote the row
+    lfu        18 bits: writes; then 12 bits of a coarse clock, so that the older of two equal rows leaves
+    epoch_lru  12 bits: the epoch of the last write; then 18 bits of the coarse clock, which restarts with each epoch
+    epoch_lfu  12 bits: the epoch of the last write; then 18 bits: writes
+    score      the upper bits of the user's float, as an integer of the same order
+    slru       29 bits: the number of the last call that wrote the row; 1 bit: whether it was written before that
 
-Clocks, limits and counters of a table are in its budget's words in device memory, so that a captured graph moves them.
+A table's clocks, limits and counters are words in device memory, so that a captured graph advances them.
 """
 
 import triton
@@ -26,7 +26,7 @@ CLOCK = tl.constexpr((1 << 12) - 1)
 LOW_BITS = tl.constexpr(18)
 LOW = tl.constexpr((1 << 18) - 1)
 CALLS = tl.constexpr((1 << 29) - 1)
-ONCE = tl.constexpr(4)  # to slru a row that was written once is so many times as old (csrc/table/budget/policy.h)
+ONCE = tl.constexpr(4)  # slru: factor on the age of a row that was written once (csrc/table/budget/policy.h)
 
 LRU, LFU, EPOCH_LRU, EPOCH_LFU, SCORE, SLRU = (tl.constexpr(number) for number in range(6))
 
@@ -34,39 +34,39 @@ LRU, LFU, EPOCH_LRU, EPOCH_LFU, SCORE, SLRU = (tl.constexpr(number) for number i
 POLICY = tl.constexpr(0)
 CALL = tl.constexpr(1)
 COARSE = tl.constexpr(2)
-COARSE_BEGAN = tl.constexpr(3)  # rows made when the coarse clock advanced last
-COARSE_ROWS = tl.constexpr(4)  # rows that are made between
+COARSE_BEGAN = tl.constexpr(3)  # rows created when the coarse clock last advanced
+COARSE_ROWS = tl.constexpr(4)  # rows created between two ticks of the coarse clock
 EPOCH = tl.constexpr(5)
 EPOCH_BEGAN = tl.constexpr(6)  # seconds
 EPOCH_S = tl.constexpr(7)
 NOW_S = tl.constexpr(8)  # the latest time of a write
 MIN_AGE_S = tl.constexpr(9)
 IF_BETTER = tl.constexpr(10)
-SCORED = tl.constexpr(11)  # whether rows that are written without a score get the next one; else new ones alone
+SCORED = tl.constexpr(11)  # whether SCORE_OF_ALL is for all rows written without a score; else only for new ones
 SCORE_OF_ALL = tl.constexpr(12)
-PINS = tl.constexpr(13)  # ids in the list of pinned ones
-SMALL = tl.constexpr(14)  # whether exactly the rows leave that the policy wants least
-COMING = tl.constexpr(15)  # new ids of the call that runs
+PINS = tl.constexpr(13)  # number of pinned ids
+SMALL = tl.constexpr(14)  # whether exactly the rows that the policy ranks lowest leave (small.py)
+COMING = tl.constexpr(15)  # new ids of the current call
 CREATED = tl.constexpr(16)
-WRITTEN = tl.constexpr(17)  # occurrences of ids that have a row, new ones too
+WRITTEN = tl.constexpr(17)  # occurrences of ids that have a row, including new ones
 EVICTED = tl.constexpr(18)
 REFUSED = tl.constexpr(19)
 AGE_SUM = tl.constexpr(20)
 AGE_MIN = tl.constexpr(21)
 AGE_MAX = tl.constexpr(22)
-TYPICAL = tl.constexpr(23)  # of `Lru`: the mean key of the rows that left for the ids of the last call; -1: unknown
-LEFT_KEYS = tl.constexpr(24)  # the sum of those of this call
-LEFT = tl.constexpr(25)  # and how many there are
-SAMPLE_BELOW = tl.constexpr(26)  # writes of ids whose hash is lower are sampled
-SAMPLED = tl.constexpr(27)  # how many were; the last of them are in the ring
+TYPICAL = tl.constexpr(23)  # `Lru`: the mean key of the rows evicted by the last call; -1: unknown
+LEFT_KEYS = tl.constexpr(24)  # `Lru`: the sum of the keys of rows evicted by this call
+LEFT = tl.constexpr(25)  # and their number
+SAMPLE_BELOW = tl.constexpr(26)  # ids with a lower hash are sampled
+SAMPLED = tl.constexpr(27)  # number of samples; the last ones are in the ring
 BUDGET_WORDS = tl.constexpr(28)
 
-RING = tl.constexpr(1 << 15)  # ids behind the words
+RING = tl.constexpr(1 << 15)  # sampled ids, after the words
 
 
 @triton.jit
 def tick(budget, time, m):
-    """Begins a call at ``time`` (0: none is given): the clocks of the tables whose words ``budget`` points to."""
+    """Advances the clocks of tables at the beginning of a call at ``time`` (0: no time given)."""
     call = tl.load(budget + CALL, mask=m, other=0)
     made = tl.load(budget + CREATED, mask=m, other=0)
     coarse = tl.load(budget + COARSE, mask=m, other=0)
@@ -96,7 +96,7 @@ def tick(budget, time, m):
 
 @triton.jit
 def order(word, budget, LRU_: tl.constexpr):
-    """Keys of words of one table, int32: the row with the lowest leaves first. LRU_: its policy is that."""
+    """Keys of the words of one table, int32: the row with the lowest key leaves first. LRU_: its policy is `Lru`."""
     value = (word >> SHIFT) & VALUE
     policy = tl.load(budget + POLICY)
     call = (tl.load(budget + CALL) & VALUE).to(tl.int32)
@@ -116,7 +116,7 @@ def order(word, budget, LRU_: tl.constexpr):
 
 @triton.jit
 def written(word, budget, given, GIVEN: tl.constexpr):
-    """What words of one table are after another write; ``given`` are the codes of scores (`score_code`)."""
+    """The words of one table's rows after a write; ``given`` are the codes of scores (`score_code`)."""
     value = (word >> SHIFT) & VALUE
     policy = tl.load(budget + POLICY)
     call = (tl.load(budget + CALL) & VALUE).to(tl.int32)
@@ -138,7 +138,7 @@ def written(word, budget, given, GIVEN: tl.constexpr):
 
 @triton.jit
 def score_code(score):
-    """30 bits that have the order of floats."""
+    """30-bit integers in the order of the floats."""
     bits = score.to(tl.int32, bitcast=True)
     code = tl.where(bits < 0, ~bits, bits | -2147483648)
     return (code >> SHIFT) & VALUE

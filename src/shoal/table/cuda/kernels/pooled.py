@@ -1,5 +1,5 @@
 # pyrefly: ignore-errors
-"""Bags of rows of several tables, pooled into columns in one launch for each way to pool: sums, maxima, first rows."""
+"""Bags of rows from several tables, pooled into columns in one launch per kind of pooling: sums, maxima, first rows."""
 
 import triton
 import triton.language as tl
@@ -8,28 +8,37 @@ from shoal.table.cuda.kernels.located import ARENA, DESCRIBED, PADDING, SEED, UN
 from shoal.table.cuda.kernels.rows import first_weights
 
 # As in `shoal.table.protocol`.
-SUM_, MEAN_, FIRSTN_, SQRTN_, MAX_ = (
-    tl.constexpr(0),
-    tl.constexpr(1),
-    tl.constexpr(2),
-    tl.constexpr(3),
-    tl.constexpr(4),
-)
+SUM_, MEAN_, FIRSTN_, SQRTN_, MAX_ = (tl.constexpr(number) for number in range(5))
+
+REPORT_OFFSETS = tl.constexpr(1)  # word of the report to the host; see changed.py
 
 
 @triton.jit
-def _bounds(offsets, bag, m, n, last, told):
-    """Where bags, up to the ``last`` one, begin and end, within ``[0, n]``; the host is told of wrong offsets."""
+def _bags(
+    offsets, tables, numbers, described, n, features, some, each, report, SOME: tl.constexpr, BAGS: tl.constexpr
+):  # fmt: skip
+    """The bags of a program: their feature, places, mask, bounds within ``[0, n]``, and the feature's table.
+
+    Reports invalid offsets to the host. Neighbouring programs have the same bags of different features.
+    """
+    feature = tl.program_id(0) % some
+    if SOME:
+        feature = tl.load(numbers + feature)
+    place = (tl.program_id(0) // some) * BAGS + tl.arange(0, BAGS)
+    m = place < each
+    bag = feature * each + place
     begin = tl.load(offsets + bag, mask=m, other=0)
     end = tl.load(offsets + bag + 1, mask=m, other=0)
     first_wrong = (bag == 0) & (begin != 0)
-    last_wrong = (bag == last) & (end != n)
+    last_wrong = (bag == features * each - 1) & (end != n)
     wrong = (begin < 0) | (end < begin) | (end > n) | first_wrong | last_wrong
     if tl.max((m & wrong).to(tl.int32), axis=0) > 0:
         begin = tl.minimum(tl.maximum(begin, 0), n)
         end = tl.minimum(end, n)
-        tl.store(told + 1, 1)
-    return begin, end
+        tl.store(report + REPORT_OFFSETS, 1)
+    table = tl.load(tables + feature)
+    of = described + table * DESCRIBED
+    return feature, place, m, begin, end, table, of, tl.load(of + ARENA) * 4
 
 
 @triton.jit
@@ -38,7 +47,7 @@ def _values(
     WEIGHTED: tl.constexpr, INITIAL: tl.constexpr, INIT: tl.constexpr, INDEX: tl.constexpr, STRIDE: tl.constexpr,
     WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """The rows of ids at places ``p`` of the batch, and a segment of their numbers times their weights."""
+    """The rows of the ids at places ``p`` of the batch, and a segment of their values times their weights."""
     row = tl.load(where + p, mask=here, other=PADDING)
     row = still(row, ids + p, versions, table, of, here, origin, True)
     at = row.to(tl.int64) * STRIDE + arena
@@ -55,36 +64,24 @@ def _values(
     return row, w
 
 
-@triton.jit
-def _feature(some, numbers, SOME: tl.constexpr):
-    """Which of the features that a launch is of this program has: the neighbours of a program have the same bags."""
-    feature = tl.program_id(0) % some
-    if SOME:
-        feature = tl.load(numbers + feature)
-    return feature
-
-
 @triton.jit(do_not_specialize=["n", "features", "some", "each", "width"])
 def pool(
-    ids, offsets, weights, tables, columns, combiners, numbers, described, origin, where, versions, out, told, n,
+    ids, offsets, weights, tables, columns, combiners, numbers, described, origin, where, versions, out, report, n,
     features, some, each, width, low, high, last,
     SOME: tl.constexpr, WEIGHTED: tl.constexpr, INITIAL: tl.constexpr, KIND: tl.constexpr, INIT: tl.constexpr,
     INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr,
     UNIT: tl.constexpr, BAGS: tl.constexpr,
 ):  # fmt: skip
-    """A segment of the sums of the rows of bags, ``each`` of every feature, into the features' columns of ``out``.
+    """Writes a segment of the sums of bags, ``each`` bags of every feature, to the features' columns of ``out``.
 
-    A program has BAGS bags of one feature, and its neighbours the same bags of others: they write side by side. SOME:
-    of the ``some`` features that are ``numbers``. ``columns`` and ``width`` are in units of UNIT floats. KIND is the
-    combiner of all of them, -1 when they differ. ``told`` is where the host learns of offsets that are none.
+    A program has BAGS bags of one feature, and its neighbours the same bags of other features, so that their writes are
+    adjacent. With SOME, only the ``some`` features in ``numbers`` are pooled. ``columns`` and ``width`` are in units of
+    UNIT floats. KIND is the common combiner of the features, -1 if they differ. Invalid offsets are reported in
+    ``report``.
     """
-    feature = _feature(some, numbers, SOME)
-    place = (tl.program_id(0) // some) * BAGS + tl.arange(0, BAGS)
-    m = place < each
-    begin, end = _bounds(offsets, feature * each + place, m, n, features * each - 1, told)
-    table = tl.load(tables + feature)
-    of = described + table * DESCRIBED
-    arena = tl.load(of + ARENA) * 4
+    feature, place, m, begin, end, table, of, arena = _bags(
+        offsets, tables, numbers, described, n, features, some, each, report, SOME, BAGS
+    )
     d = tl.arange(0, WIDTH)
     inside = (d < D)[None, :]
     total = tl.zeros([BAGS, WIDTH], tl.float32)
@@ -108,23 +105,19 @@ def pool(
 
 @triton.jit(do_not_specialize=["n", "features", "some", "each", "width"])
 def pool_largest(
-    ids, offsets, weights, tables, columns, numbers, described, origin, where, versions, out, marks, told, n,
+    ids, offsets, weights, tables, columns, numbers, described, origin, where, versions, out, marks, report, n,
     features, some, each, width, low, high, last,
     SOME: tl.constexpr, WEIGHTED: tl.constexpr, INITIAL: tl.constexpr, MARK: tl.constexpr, INIT: tl.constexpr,
     INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr,
     UNIT: tl.constexpr, BYTES: tl.constexpr, BAGS: tl.constexpr,
 ):  # fmt: skip
-    """The same of the largest numbers, and with MARK the marks ``[n, BYTES]`` of the rows that have them.
+    """As `pool`, with the maximum; MARK also writes which rows have it in which columns, as bits ``[n, BYTES]``.
 
-    WIDTH is at least 8, and covers the columns from the last one before the segment that begins a byte of marks.
+    WIDTH is at least 8, and covers the segment from the beginning of its first byte of marks.
     """
-    feature = _feature(some, numbers, SOME)
-    place = (tl.program_id(0) // some) * BAGS + tl.arange(0, BAGS)
-    m = place < each
-    begin, end = _bounds(offsets, feature * each + place, m, n, features * each - 1, told)
-    table = tl.load(tables + feature)
-    of = described + table * DESCRIBED
-    arena = tl.load(of + ARENA) * 4
+    feature, place, m, begin, end, table, of, arena = _bags(
+        offsets, tables, numbers, described, n, features, some, each, report, SOME, BAGS
+    )
     d = tl.arange(0, WIDTH) - WEIGHT % 8
     inside = ((d >= 0) & (d < D))[None, :]
     best = tl.zeros([BAGS, WIDTH], tl.float32)
@@ -159,7 +152,7 @@ def pool_largest(
             packed = tl.sum(tl.reshape(bits, [BAGS, WIDTH // 8, 8]), axis=2)
             to = marks + p[:, None] * BYTES + byte[None, :]
             its = there[:, None] & (byte < BYTES)[None, :]
-            if WEIGHT % 8 != 0:  # its first byte has columns of the segment before
+            if WEIGHT % 8 != 0:  # the first byte also has columns of the previous segment
                 packed = packed | tl.load(to, mask=its & (byte == WEIGHT // 8)[None, :], other=0).to(tl.int32)
             tl.store(to, packed.to(tl.uint8), mask=its)
             k += 1
@@ -167,20 +160,16 @@ def pool_largest(
 
 @triton.jit(do_not_specialize=["n", "features", "some", "each", "width"])
 def pool_first(
-    ids, offsets, weights, tables, columns, lengths, numbers, described, origin, where, versions, out, told, n,
+    ids, offsets, weights, tables, columns, lengths, numbers, described, origin, where, versions, out, report, n,
     features, some, each, width, low, high, last,
     SOME: tl.constexpr, WEIGHTED: tl.constexpr, INITIAL: tl.constexpr, PAD: tl.constexpr, INIT: tl.constexpr,
     INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, WEIGHT: tl.constexpr,
     DIM: tl.constexpr, UNIT: tl.constexpr, BAGS: tl.constexpr,
 ):  # fmt: skip
-    """The same of the first ``lengths`` rows of bags, one after another."""
-    feature = _feature(some, numbers, SOME)
-    place = (tl.program_id(0) // some) * BAGS + tl.arange(0, BAGS)
-    m = place < each
-    begin, end = _bounds(offsets, feature * each + place, m, n, features * each - 1, told)
-    table = tl.load(tables + feature)
-    of = described + table * DESCRIBED
-    arena = tl.load(of + ARENA) * 4
+    """As `pool`, but concatenates the first ``lengths`` rows of each bag."""
+    feature, place, m, begin, end, table, of, arena = _bags(
+        offsets, tables, numbers, described, n, features, some, each, report, SOME, BAGS
+    )
     length = tl.load(lengths + feature)
     d = tl.arange(0, WIDTH)
     inside = (d < D)[None, :]
@@ -210,7 +199,7 @@ def pool_first(
 
 @triton.jit
 def divisor(count, combiners, feature, KIND: tl.constexpr):
-    """What the sum of a bag of ``count`` rows is divided by."""
+    """The divisor of the sum of a bag of ``count`` rows."""
     rows = tl.maximum(count, 1).to(tl.float32)
     if KIND == MEAN_:
         by = rows

@@ -1,7 +1,7 @@
 # pyrefly: ignore-errors
-"""Rows in kernels: fresh ones, copies of weights, and weights set from outside. One launch is one segment of a row.
+"""Rows in kernels: initialize them, copy their weights, and set their weights. One launch per segment of a row.
 
-A row is what the CPU table's is: the weights of all segments, then the optimizers' states, in 4-byte words.
+A row has the layout of the CPU table: the weights of all segments, then the optimizers' states, in 4-byte words.
 """
 
 import triton
@@ -14,15 +14,15 @@ GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 
 @triton.jit
 def uniform(noise, i):
-    """In [0, 1) with 24 bits: `uniform` of csrc/table/rows/optimizers.isa.cpp."""
+    """Random numbers in [0, 1) with 24 bits; the same as `uniform` in csrc/table/rows/optimizers.isa.cpp."""
     return (hash_id(noise + i.to(tl.uint64) * GOLDEN) >> 40).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit
 def first_weights(id, d, seed, low, high, last, INIT: tl.constexpr, INDEX: tl.constexpr):
-    """What the initializer gives ids ``[B]`` at columns ``[W]``: a function of seed and id alone.
+    """The initial weights of ids ``[B]`` at columns ``[W]``, a function of only the seed and the id.
 
-    ``INIT`` is the initializer, plus 4 times the first column where rows are slices of wider ones.
+    ``INIT`` is the initializer, plus 4 times the first column if rows are slices of wider ones.
     """
     shape_of = id[:, None] + d[None, :]
     if INIT % 4 == 3:
@@ -40,7 +40,7 @@ def _start_rows(
     D: tl.constexpr, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, STATE: tl.constexpr, VECTORS: tl.constexpr,
     TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes a segment of new rows, which begin at words ``at``: weights ``w`` and the state before any gradient."""
+    """Writes a segment of new rows, which begin at words ``at``: weights ``w`` and the optimizer's initial state."""
     m = here[:, None] & (d < D)[None, :]
     tl.store(arena + at[:, None] + WEIGHT + d[None, :], w, mask=m)
     state = arena + at[:, None] + STATE + d[None, :]
@@ -68,10 +68,10 @@ def fresh(
     ALL: tl.constexpr, OUT: tl.constexpr, REFUSED: tl.constexpr, CLEAN: tl.constexpr, BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
 ):  # fmt: skip
-    """A segment of the rows marked FRESH (ALL: of every row) as new ones have it.
+    """Initializes a segment of the rows marked FRESH (ALL: of every row).
 
-    OUT also writes their weights to ``out [n, DIM]``, and with REFUSED those of ids that have no row; CLEAN takes the
-    mark away. A program looks at SPAN rows, and does nothing more when none of them is fresh.
+    OUT also writes their weights to ``out [n, DIM]``, and with REFUSED the initial weights of ids without a row; CLEAN
+    removes the mark. A program reads SPAN row numbers, and ends if none of them is fresh.
     """
     begin = tl.program_id(0).to(tl.int64) * SPAN
     spots = begin + tl.arange(0, SPAN)
@@ -101,7 +101,7 @@ def fresh(
                 tl.store(out + o[:, None] * DIM + WEIGHT + d[None, :], w, mask=m)
             _start_rows(arena, at, w, here, d, accumulator, beta1, beta2, D, WIDTH, WEIGHT, STATE, VECTORS, TAIL, BLOCK)
             if CLEAN:
-                tl.debug_barrier()  # other threads may not have read their copy of `code` yet
+                tl.debug_barrier()  # all threads have read `code`
                 tl.store(rows + o, code & ROW, mask=here)
 
 
@@ -111,7 +111,7 @@ def first(
     INIT: tl.constexpr, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, WEIGHT: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A segment of the weights that rows of ids start with, to ``out [n, DIM]``."""
+    """Writes a segment of the initial weights of ids to ``out [n, DIM]``."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, WIDTH)
     w = first_weights(tl.load(ids + o, mask=o < n, other=0), d, seed, low, high, last, INIT, INDEX)
@@ -123,9 +123,9 @@ def gather(
     rows, arena, out, n,
     SKIP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copies of the weights; zeros for row -1. SKIP leaves out rows marked FRESH, which `fresh` has written.
+    """Copies weights to ``out``; zeros for row -1. SKIP omits rows that `fresh` has written already.
 
-    With SKIP of 2 it has written those of row -1, too.
+    1: rows marked FRESH; 2: also row -1.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     code = tl.load(rows + o, mask=o < n, other=-1)
@@ -142,7 +142,7 @@ def gather(
 
 @triton.jit(do_not_specialize=["n"])
 def scatter(rows, arena, values, n, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Sets whole rows, or their weights, to ``values``; rows are distinct, -1 is passed over."""
+    """Sets complete rows, or their weights, to ``values``; rows are distinct, -1 is skipped."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     code = tl.load(rows + o, mask=o < n, other=-1)
     d = tl.arange(0, WIDTH)
@@ -157,8 +157,10 @@ def assign_sorted(
     rows, order, arena, values, n,
     ADD: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sets the weights to the last value of equal rows, or adds all of them in order. ``rows`` are sorted, with the
-    position of each in ``order``."""
+    """Sets weights to the last value of equal rows or, with ADD, adds all of their values in order.
+
+    ``rows`` are sorted, ``order`` has their positions.
+    """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + o, mask=o < n, other=-1)
     d = tl.arange(0, WIDTH)

@@ -1,9 +1,9 @@
 # pyrefly: ignore-errors
-"""Serving rows in kernels: weights encoded as float16, one byte or one bit, in 4-byte words of their own.
+"""Serving rows in kernels: weights encoded as float32, float16, one byte or one bit; each row fills 4-byte words.
 
-One launch is one segment. The codecs are those of csrc/table/rows/optimizers.isa.cpp.
+One launch per segment. The codecs are those of csrc/table/rows/optimizers.isa.cpp.
 """
-# ruff: noqa: RET505 - Triton's compiler leaves a branch out only where it is an `else`
+# ruff: noqa: RET505 - Triton's compiler omits a branch only if it is an `else`
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ FIXED_R8 = tl.constexpr(2)
 
 @triton.jit
 def _encoded(w, number, CODEC: tl.constexpr):
-    """The codes of weights; ``number`` is what one step of fixed_r8 is worth, or one_bit's amplitude."""
+    """The codes of weights; ``number`` is the step of fixed_r8, or the amplitude of one_bit."""
     if CODEC == FP32:
         return w
     elif CODEC == FP16:
@@ -42,7 +42,7 @@ def _decoded(code, number, CODEC: tl.constexpr):
 
 @triton.jit
 def _place(base, d, CODEC: tl.constexpr):
-    """Where the codes of rows ``[B]`` are, ``[B, W]``."""
+    """Pointers ``[B, W]`` to the codes of rows ``[B]``."""
     if CODEC == FP32:
         return base[:, None] + d[None, :]
     elif CODEC == FP16:
@@ -57,7 +57,7 @@ def decode(
     CODEC: tl.constexpr, CODE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     WEIGHT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Weights of rows; zeros for row -1."""
+    """Writes the weights of rows to ``out``; zeros for row -1."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + o, mask=o < n, other=-1)
     d = tl.arange(0, WIDTH)
@@ -74,10 +74,10 @@ def encode_sorted(
     ADD: tl.constexpr, CODEC: tl.constexpr, CODE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE: tl.constexpr, WEIGHT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Encodes the last value of equal rows; or (ADD) decodes, adds and encodes for each of them in order.
+    """Encodes the last value of equal rows or, with ADD, decodes, adds and encodes for each value in order.
 
-    ``rows`` are sorted, ``codes`` are the same with their marks, ``order`` has their positions. What is added first to
-    a row of which any is marked FRESH is encoded itself.
+    ``rows`` are sorted, ``codes`` are the same with their marks, ``order`` has their positions. The first value added
+    to a row that is marked FRESH is encoded as it is.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + o, mask=o < n, other=-1)

@@ -1,14 +1,14 @@
 # pyrefly: ignore-errors
-"""The end of a call of tables with a budget: held rows are let go of, with what the policy keeps of them from now on.
+"""The last kernel of a call on tables with a budget: it releases held rows and updates the policy's words.
 
-See evict.py for the kernels before it.
+hold.py and evict.py have the kernels that come before it.
 """
 
 import triton
 import triton.language as tl
 
 from shoal.table.cuda.kernels.changed import _home
-from shoal.table.cuda.kernels.evict import GONE
+from shoal.table.cuda.kernels.hold import GONE
 from shoal.table.cuda.kernels.index import FREE, MOVED, NEXT, ROOM, ROW, TAKEN, hash_id
 from shoal.table.cuda.kernels.located import (
     BUDGET,
@@ -41,8 +41,7 @@ SAMPLE_SALT = tl.constexpr(0x5851F42D4C957F2D)  # csrc/table/budget/curve.cpp
 
 @triton.jit
 def _write_scores(row, position, m, of, origin, given, GIVEN: tl.constexpr, ONLY_NEW: tl.constexpr):
-    """What the policy keeps of rows of one table after a write, unless `place` or `hold` has written it; of equal rows
-    one counts."""
+    """Releases the held rows of one table, and writes the policy's words after a write; equal rows count once."""
     budget = longs(origin, of, BUDGET)
     at = ints(origin, of, SCORES) + row
     before = tl.atomic_and(at, ~HELD, mask=m, sem="relaxed")
@@ -58,7 +57,7 @@ def _write_scores(row, position, m, of, origin, given, GIVEN: tl.constexpr, ONLY
 
 @triton.jit
 def _sample(id, m, budget):
-    """Keeps a sample of the ids of writes, all of an id or none."""
+    """Samples written ids by their hash, so that all writes of an id are in the sample or none."""
     hashed = hash_id(id + SAMPLE_SALT).to(tl.int64)
     mine = m & (hashed >= 0) & (hashed < tl.load(budget + SAMPLE_BELOW))
     count = tl.sum(mine.to(tl.int32), axis=0)
@@ -70,7 +69,7 @@ def _sample(id, m, budget):
 
 @triton.jit
 def _note(row, ids, position, m, of, origin):
-    """Counts what was written of one table, samples it, and marks the rows of pinned ids."""
+    """Counts and samples the writes of one table, and marks the rows of pinned ids."""
     budget = longs(origin, of, BUDGET)
     count = tl.sum(m.to(tl.int64), axis=0)
     if count > 0:
@@ -80,7 +79,7 @@ def _note(row, ids, position, m, of, origin):
         pins = tl.load(budget + PINS)
         if pins > 0:
             pinned = longs(origin, of, PINNED_IDS)
-            jump = pins  # then the largest power of two that is not above it
+            jump = pins  # rounded down to a power of two
             jump |= jump >> 1
             jump |= jump >> 2
             jump |= jump >> 4
@@ -94,8 +93,8 @@ def _note(row, ids, position, m, of, origin):
 
 @triton.jit
 def _close(described, origin, cells, TABLES: tl.constexpr):
-    """Rows are given out up to the last one that there is, and who was told row numbers before has to look again."""
-    of = described + tl.arange(0, TABLES) * DESCRIBED  # those beyond the last are as the first
+    """Limits the count of rows given out to those that exist, and invalidates row numbers found before evictions."""
+    of = described + tl.arange(0, TABLES) * DESCRIBED  # descriptions beyond the last equal the first
     evicts = tl.load(of + EVICTS) != 0
     state = longs(origin, of, STATE)
     taken = tl.load(state + TAKEN)
@@ -112,9 +111,9 @@ def settle(
     SINGLE: tl.constexpr, TABLES: tl.constexpr, GROUP: tl.constexpr, LRU_: tl.constexpr, GIVEN: tl.constexpr,
     ONLY_NEW: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of ids that are equal to new ones, in ``out``; then what policies keep of all rows there.
+    """Writes the rows of ids that equal listed ids to ``out``; then updates the policies' words of all rows in it.
 
-    LRU_: nothing, all of them have been written.
+    LRU_: the words are complete already.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     code = tl.load(out + o, mask=o < n, other=-1)
@@ -129,7 +128,7 @@ def settle(
     if GROUP:
         table, _, row = _home(code, m, bases, described, tables, jump, SINGLE)
         left = m
-        while tl.max(left.to(tl.int32), axis=0) > 0:  # one table after the other; neighbours are mostly of one
+        while tl.max(left.to(tl.int32), axis=0) > 0:  # one table at a time; most lanes have the same
             one = tl.min(tl.where(left, table + code.to(tl.int64) * 0, 1 << 40), axis=0)
             mine = left & (table == one)
             its = described + one * DESCRIBED

@@ -1,10 +1,10 @@
 # pyrefly: ignore-errors
-"""Every row optimizer, as what a kernel does to rows that it has read; and rounding to float16.
+"""The row optimizers' steps in kernels, and stochastic rounding to float16.
 
-The formulas, for reading, are in `shoal.table.reference.optimizers`; the order of the kinds is that of
-`shoal.table.config.native.OPTIMIZERS`. Roots and quotients are rounded correctly, as on the CPU, but for Adam's.
+`shoal.table.reference.optimizers` has the formulas in readable form; the order of the kinds is that of
+`shoal.table.config.native.OPTIMIZERS`. Roots and quotients are rounded correctly, as on the CPU, except Adam's.
 """
-# ruff: noqa: SIM109 - Triton's compiler takes these comparisons apart, not `in`
+# ruff: noqa: SIM109 - Triton's compiler evaluates these comparisons, but not `in`
 
 import triton
 import triton.language as tl
@@ -29,12 +29,12 @@ ROWWISE_ADAGRAD = tl.constexpr(14)
 ADAMW = tl.constexpr(15)
 LAMB = tl.constexpr(16)
 
-NORMAL = tl.constexpr(1.1754944e-38)  # the least float32 of full precision
+NORMAL = tl.constexpr(1.1754944e-38)  # the smallest normal float32
 
 
 @triton.jit
 def _squares(x):
-    """Sum of squares of each row, as long as it is."""
+    """The sum of squares of each row, in float64."""
     y = x.to(tl.float64)
     return tl.sum(y * y, axis=1)
 
@@ -44,13 +44,13 @@ def step_rows(
     w, g, base, known, here, inside, d, lr1, lr2, numbers, step,
     OPT: tl.constexpr, NESTEROV: tl.constexpr, DECOUPLED: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One step of weights ``[B, W]``; ``base`` points to each row's state, which is changed in place.
+    """One step on weights ``[B, W]``; ``base`` points to each row's state, which is changed in place.
 
-    Rows of ``here`` are stepped; of those, ``known`` ones have a state in memory and the others start with a fresh one.
-    ``numbers`` are the segment's. Columns beyond the segment have ``inside`` False, and zeros in ``w`` and ``g``.
+    Rows in ``here`` are stepped; of those, ``known`` rows have a state in memory and the others start with a fresh one.
+    ``numbers`` are the segment's settings. Columns beyond the segment have ``inside`` False and zeros in ``w`` and
+    ``g``.
 
-    A number of a whole row is read by all threads that hold a part of the row, and written by one of them: there is a
-    barrier between the two.
+    A number per row is read by all threads that have a part of the row and, after a barrier, written by one of them.
     """
     _, wd, beta1, beta2, eps, beta, l1, l2, accumulator, _, _, corrected = numbers
     m = here[:, None] & inside
@@ -107,8 +107,7 @@ def step_rows(
         ahead = momentum
         if NESTEROV:
             ahead = x * (1 - beta1) + beta1 * momentum
-        # Of millions of rows: the quick root and quotient, two units in the last place off. The root makes zeros of
-        # subnormal numbers.
+        # The fast root and quotient, off by up to two units in the last place. The root flushes subnormals to zero.
         moved = rate[:, None] * ahead / (tl.sqrt(tl.maximum(second, NORMAL)) + below[:, None])
         if OPT == ADAMW:
             moved += lr2 * wd * w
@@ -162,7 +161,7 @@ def step_rows(
         zero = tl.load(state + D, mask=old, other=0.0)
         now = norm + g * g
         root = tl.sqrt_rn(now)
-        turned = (tl.zeros_like(w) + lr2) != 0  # the formula divides by it
+        turned = (tl.zeros_like(w) + lr2) != 0  # the formula divides by the rate
         sigma = tl.div_rn(root - tl.sqrt_rn(norm), tl.where(turned, lr2, 1.0))
         z = zero + (g - sigma * w)
         tl.store(state, now, mask=m & turned)
@@ -218,7 +217,7 @@ def step_rows(
 
 @triton.jit
 def round_to_half(w, d, noise):
-    """Every weight becomes a float16 neighbour, the upper one with the probability of its nearness."""
+    """Rounds every weight to one of its float16 neighbours, at random in proportion to the distance."""
     x = tl.minimum(tl.maximum(w, -65504.0), 65504.0)
     half = x.to(tl.float16)
     near = half.to(tl.float32)

@@ -1,4 +1,4 @@
-"""The index and the rows of GPU tables: where ids are, how memory grows, and who may call when."""
+"""The index and the rows of GPU tables: the locations of ids, the growth of memory, and the order of calls."""
 
 from shoal.table.cuda.storage.index import EMPTY, most_slots, stash_cells
 from shoal.table.cuda.storage.storage import FRESH, ROW, Storage

@@ -1,4 +1,4 @@
-"""`Allowance`: what the storage of a table with a budget may take. Every page is asked for before it is taken."""
+"""`Allowance`: the memory that the storage of a table with a budget can take, requested before it is allocated."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from shoal.table.cuda.memory import Store
 from shoal.table.cuda.storage.index import Index
 
 IDS_OF_BUCKET = 5
-"""On average, at most. Fewer than elsewhere: a full table stays full, and is found in as quickly as one that is half
-full."""
-_STEP_BYTES = 4 << 30  # of rows that are taken at once, beyond what is needed
+"""The largest mean number of ids per bucket. It is lower than in tables without a budget, because a table with a budget
+stays full, and lookups must still be fast."""
+_STEP_BYTES = 4 << 30  # the most bytes of rows allocated in advance
 
 
 class Allowance:
     """Rows and bytes of one storage, whose only table has a budget. Index and rows grow together.
 
-    A small table takes all of its memory at once, and more buckets than its rows need: see kernels/evict.py.
+    A small table allocates all of its memory at once, and more buckets than its rows need: see kernels/small.py.
     """
 
     most_small: ClassVar[int] = MOST_SMALL.value
@@ -30,18 +30,18 @@ class Allowance:
         self.rows = min(max_rows or MAX_ROWS - 1, MAX_ROWS - 1)
         self.small = self.rows <= self.most_small
         self.full = False
-        """Whether all is taken that may be: from now on rows leave."""
+        """Whether all allowed memory is allocated: from now on rows leave."""
         self._budget = budget
         self._taken = [0]
         if budget is not None:
             weakref.finalize(self, _give_back, budget, self._taken)
 
     def buckets(self, rows: int) -> int:
-        """Buckets for so many ids."""
+        """The number of buckets for ``rows`` ids."""
         return max(16, self.rows) if self.small else -(-rows // IDS_OF_BUCKET) + 1
 
     def _stores(self, index: Index, rows: int) -> list[tuple[Store, int]]:
-        """What grows, and how many elements each has for so many ids. Row 0 is nobody's."""
+        """The stores that grow, with the number of elements of each for ``rows`` ids. Row 0 is never used."""
         buckets, arena = self.buckets(rows), index.arena
         slots, cells = (buckets + 1) * 8, index.cells(buckets)
         stores: list[tuple[Any, int]] = [
@@ -52,11 +52,11 @@ class Allowance:
         return [(store, elements) for store, elements in stores if store is not None]
 
     def cost(self, index: Index, rows: int) -> int:
-        """Bytes that index and rows take once they have room for so many ids."""
+        """The bytes of index and rows with room for ``rows`` ids."""
         return sum(store.cost(elements) for store, elements in self._stores(index, rows))
 
     def settle(self, index: Index) -> bool:
-        """Has the budget know what the storage takes by now; False: that is more than is left."""
+        """Reports the storage's current memory to the budget; False if that has not enough left."""
         more = index.bytes() - self._taken[0]
         if self._budget is not None:
             if more > 0 and not self._budget.take(more):
@@ -67,10 +67,10 @@ class Allowance:
         return True
 
     def grow(self, index: Index, have: int, need: int) -> int:
-        """Takes memory for ``need`` ids and some more, or for as many as the budget allows; for how many there is now.
+        """Allocates memory for ``need`` ids or more, as far as the budget allows; returns the number of ids that fit.
 
         Raises:
-            CapacityError: the GPU is full, though the budget is not; no id has been lost.
+            CapacityError: the GPU is full although the budget is not; no id was lost.
         """
         need = min(need, self.rows)
         step = min(have, _STEP_BYTES // (4 * index.layout.stride))
@@ -95,7 +95,7 @@ class Allowance:
         return True
 
     def _most(self, index: Index, have: int, more: int) -> int:
-        """Ids, fewer than ``more``, that the budget has memory for."""
+        """The number of ids, below ``more``, that the budget has memory for."""
         assert self._budget is not None
         left = self._budget.limit() - self._budget.used() + self._taken[0]
         while more - have > 1:

@@ -1,4 +1,4 @@
-"""`Counts`: the numbers that kernels keep in device memory, and what the host knows of them without waiting."""
+"""`Counts`: the counters that kernels keep in device memory, and bounds that the host knows without waiting."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from shoal.table.cuda.kernels import index as ik
 COMMON, WORDS = ik.COMMON_WORDS.value, ik.TABLE_WORDS.value
 TAKEN, FREE, NEXT, ROOM, LOST = (x.value for x in (ik.TAKEN, ik.FREE, ik.NEXT, ik.ROOM, ik.LOST))
 _moves = itertools.count(1)
-_COPIES = 8  # that may be under way
+_COPIES = 8  # the most pending copies
 
 
 class Counts:
-    """How many rows are given out and how many ids each table has, on the device; and upper bounds of both here.
+    """The number of rows in use and of ids in each table, on the device, and upper bounds of both on the host.
 
-    Every batch may bring as many new ids as it has: that is what the host adds up, until a copy of the device's numbers
-    has arrived, which it asks for when the bounds come near to the room.
+    All ids of a batch may be new, so the host adds them all to its bounds. When the bounds approach the room, it
+    requests a copy of the device's counters, which replaces the bounds when it arrives.
     """
 
     def __init__(self, tables: int, device: torch.device) -> None:
         self.tables, self.device = tables, device
         self.words = torch.zeros(COMMON + WORDS * tables, dtype=torch.int64, device=device)
         self._copies: deque[tuple[Tensor, torch.cuda.Event, list[int]]] = deque()
-        """Under way to the host, each with the ids that had been inserted when it was asked for."""
-        self._homes: list[Tensor] = []  # where copies can arrive
-        self._inserted = [0] * tables  # ids so far, of which some were new
-        self._covered = [0] * tables  # those of them that what is known has counted
+        """Pending copies, each with the number of ids that had been inserted when it was requested."""
+        self._buffers: list[Tensor] = []  # host memory for copies
+        self._inserted = [0] * tables  # ids inserted so far, new or not
+        self._covered = [0] * tables  # ids included in the last known counters
         self._known = [0] * self.words.numel()
 
     def start(self) -> None:
-        """Those of tables without ids."""
+        """Sets the counters of empty tables."""
         self.drop_copies()
-        self.set(NEXT, 1)  # row 0 is nobody's
+        self.set(NEXT, 1)  # row 0 is never used
         for word in (TAKEN, FREE, LOST):
             self.set(word, 0)
         self.rows_freed()
@@ -48,7 +48,7 @@ class Counts:
         self._known[NEXT] = 1
 
     def rows_freed(self) -> None:
-        """Row numbers that somebody was told before may be others' from now on."""
+        """Called when rows were freed: row numbers found before can belong to other ids from now on."""
         self.set(ik.MOVED.value, next(_moves))
 
     def set(self, word: int, value: int) -> None:
@@ -58,26 +58,26 @@ class Counts:
         self.words[COMMON + WORDS * table + word].fill_(value)
 
     def of(self, table: int) -> Tensor:
-        """The words from a table's on."""
+        """The words from those of a table on."""
         return self.words[COMMON + WORDS * table :]
 
     def now(self) -> list[int]:
-        """All of them; waits for the device."""
+        """All counters; waits for the device."""
         return self.words.tolist()
 
     def sizes(self) -> list[int]:
-        """Ids of each table; waits for the device."""
+        """The number of ids of each table; waits for the device."""
         counts = self.now()
         check_lost(counts[LOST])
         return counts[COMMON + ik.SIZE.value :: WORDS]
 
     def rows_left(self) -> Tensor:
-        """Rows that nobody has, on the device."""
+        """The number of unused rows, on the device."""
         words = self.words
         return (words[FREE] + words[ROOM] - words[NEXT] - words[TAKEN]).clamp(min=0)
 
     def sure_sizes(self) -> list[int]:
-        """Ids of each table when the host last knew."""
+        """The last known number of ids of each table."""
         return self._known[COMMON + ik.SIZE.value :: WORDS]
 
     def is_empty(self, table: int) -> bool:
@@ -85,36 +85,36 @@ class Counts:
         return self.sure_sizes()[table] == 0 and self._inserted[table] == self._covered[table]
 
     def expect(self, table: int, count: int) -> None:
-        """Ids of a table are about to be inserted, some of them new."""
+        """Notes that ids of a table are about to be inserted, any of which may be new."""
         self._inserted[table] += count
 
     def add(self, counts: list[int], room: int) -> None:
-        """Ids were inserted, some of them new."""
+        """Notes that ids were inserted, any of which may be new."""
         for table, count in enumerate(counts):
             self._inserted[table] += count
         self.watch_if_near(room)
 
     def watch_if_near(self, room: int) -> None:
-        """Has the counts sent when what may have come since the last look is much of the room that is left."""
+        """Requests the counters if the ids inserted since the last copy could fill much of the remaining room."""
         if 8 * self._pending() > room - self.rows_needed():
             self._watch()
 
     def _pending(self) -> int:
-        """Ids since the counts were last known: as many new ones at most."""
+        """The number of ids inserted since the counters were last known; an upper bound of the new ones."""
         return sum(self._inserted) - sum(self._covered)
 
     def rows_needed(self, counts: list[int] | None = None) -> int:
-        """Rows that there may be after so many more ids of each table."""
+        """An upper bound of the rows after inserting ``counts`` more ids of each table."""
         taken = self._known[TAKEN] + self._pending() + sum(counts or ())
         return self._known[NEXT] + max(0, taken - self._known[FREE])
 
     def sizes_needed(self, counts: list[int]) -> list[int]:
-        """Ids that each table may have after so many more."""
+        """An upper bound of each table's ids after inserting ``counts`` more."""
         numbers = zip(self.sure_sizes(), self._inserted, self._covered, counts, strict=True)
         return [size + inserted - covered + count for size, inserted, covered, count in numbers]
 
     def look(self, wait: bool = False) -> None:
-        """Takes in what the device has counted so far, if it has arrived; ``wait``: all of it."""
+        """Reads the counters that have arrived; with ``wait``, waits for all pending copies."""
         if self.device.type != "cuda":
             self._known, self._covered = self.now(), list(self._inserted)
             return
@@ -125,43 +125,43 @@ class Counts:
             self.wait_for_one()
 
     def wait_for_one(self) -> bool:
-        """Waits for the copy that was asked for first, while the device goes on with later calls; False: none is."""
+        """Waits for the oldest pending copy, while the device continues with later calls; False: there is none."""
         if not self._copies:
             return False
-        home, event, covered = self._copies.popleft()
+        buffer, event, covered = self._copies.popleft()
         event.synchronize()
-        self._known, self._covered = home.tolist(), covered
-        self._homes.append(home)
+        self._known, self._covered = buffer.tolist(), covered
+        self._buffers.append(buffer)
         return True
 
     def check_lost(self) -> None:
-        """Raises when the host knows that a captured graph outran its reserve."""
+        """Raises if a captured graph is known to have run out of reserved memory."""
         check_lost(self._known[LOST])
 
     def look_anew(self) -> None:
-        """Waits for the device and takes all of its numbers in: they were changed other than by `add`."""
+        """Waits for the device and reads all counters, because they were changed without `add`."""
         self.drop_copies()
         self._known, self._covered = self.now(), list(self._inserted)
 
     def drop_copies(self) -> None:
-        """What is under way to the host no longer counts."""
+        """Discards pending copies."""
         while self.wait_for_one():
             pass
 
     def _watch(self) -> None:
-        """Has the counts sent to the host, unless many copies are under way."""
+        """Sends the counters to the host, unless many copies are pending."""
         if self.device.type != "cuda" or len(self._copies) >= _COPIES:
             return
-        home = self._homes.pop() if self._homes else torch.zeros_like(self.words, device="cpu", pin_memory=True)
-        home.copy_(self.words, non_blocking=True)
+        buffer = self._buffers.pop() if self._buffers else torch.zeros_like(self.words, device="cpu", pin_memory=True)
+        buffer.copy_(self.words, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._copies.append((home, event, list(self._inserted)))
+        self._copies.append((buffer, event, list(self._inserted)))
 
 
 def check_lost(lost: int) -> None:
-    """Raises when a captured graph outran its reserve."""
+    """Raises if a captured graph ran out of reserved memory."""
     if lost:
         raise CapacityError(
-            f"{lost} ids found no room in a captured graph; call reserve() or make_room() between its replays"
+            f"there was no room for {lost} ids in a captured graph; call reserve() or make_room() between its replays"
         )

@@ -1,8 +1,8 @@
-"""`Index`: where the ids of one or several tables of equal layout are, in GPU memory, and the rows that they name.
+"""`Index`: the ids of one or several tables with the same layout in GPU memory, and their rows.
 
-Tables share one arena of rows and so one row number space, so that one launch serves all of them. Numbers that kernels
-read (how many buckets, how many rows are given out) are in device memory, and memory grows in place: a captured CUDA
-graph stays good when the tables grow between its replays.
+Tables share one arena, and so the numbering of rows, so that one launch serves all of them. Numbers that kernels read
+(the number of buckets, the number of rows in use) are in device memory, and memory grows in place: a captured CUDA
+graph stays valid when the tables grow between its replays.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shoal.table.cuda.shapes import find_shape, insert_shape
 from shoal.table.cuda.storage.counts import Counts
 
 EMPTY = ik.EMPTY.value
-_SCANNED = 1 << 24  # slots of the index that are looked through at once
+_SCANNED = 1 << 24  # slots of the index that are scanned at once
 
 
 class Index:
-    """Ids and rows of ``tables`` tables. Ids are int64 tensors on ``device``, distinct only where said so.
+    """Ids and rows of ``tables`` tables. Ids are int64 tensors on ``device``, distinct only where stated.
 
     ``table`` arguments are the number of one table, or an int32 tensor with that of each id.
     """
@@ -47,7 +47,7 @@ class Index:
         self.spare = torch.zeros(1 << 16, dtype=torch.int64, device=device)
         self._buckets = [0] * tables
         self._arguments: dict[int, Any] = {}
-        # Ids and their rows are found by one number.
+        # An id and its row have the same position.
         assert self.keys.stride == self.rows.stride
         assert self.stash_keys.stride == self.stash_rows.stride
 
@@ -56,13 +56,13 @@ class Index:
         return sum(store.bytes() for store in stores) + self.arena.bytes()
 
     def cells(self, buckets: int) -> int:
-        """Cells of the stash of so many buckets."""
+        """The number of cells in the stash for ``buckets`` buckets."""
         return stash_cells(buckets)
 
     # --- ids ----------------------------------------------------------------------------------------------------------
 
     def _index_arguments(self, table: int | Tensor) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
-        """What kernels need of the index: of one table, or, for a tensor, of all."""
+        """The kernel arguments for the index of one table or, if ``table`` is a tensor, of all tables."""
         number = -1 if isinstance(table, Tensor) else table
         made = self._arguments.get(number)
         if made is None:
@@ -107,7 +107,7 @@ class Index:
         given: Tensor | None = None,
     ) -> Tensor:
         n = ids.numel()
-        # Rows that are given are not given back: so nothing takes memory while ids are between places.
+        # The result for given rows overwrites them, so that nothing is allocated while ids are being moved.
         out = given if given is not None else torch.empty(n, dtype=torch.int32, device=self.device)
         if n == 0:
             return out
@@ -129,7 +129,7 @@ class Index:
         return out
 
     def chunks(self, table: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """All ids of a table, some at a time: ids, their rows, and their slots for `erase_slots`. Waits."""
+        """All ids of a table in chunks: ids, their rows, and their slots for `erase_slots`. Waits for the device."""
         cells = self.cells(self._buckets[table])
         stores = ((self.keys, self.rows, (self._buckets[table] + 1) * 8), (self.stash_keys, self.stash_rows, cells))
         for in_stash, (keys, rows, size) in enumerate(stores):
@@ -173,7 +173,7 @@ class Index:
 
     def _grow_index(self, table: int, buckets: int, empty: bool) -> None:
         slots, cells = (buckets + 1) * 8, self.cells(buckets)
-        # All memory first: when there is not enough, nothing has changed.
+        # All memory first: if there is not enough, nothing has changed.
         self.keys.grow(table, slots)
         self.rows.grow(table, slots)
         self.stash_keys.grow(table, cells)
@@ -200,18 +200,18 @@ class Index:
         return self.stash_keys.tensor[table, :cells].clone(), self.stash_rows.tensor[table, :cells].clone()
 
     def _restash(self, table: int, image: tuple[Tensor, Tensor]) -> None:
-        """Finds new places for ids that were in the stash: its ids are those whose two buckets are full."""
+        """Finds new places for ids in the stash, which holds ids whose two buckets are full."""
         self._new_stash(table, self._buckets[table])
         self._insert(image[0], table, given=image[1])
 
 
 def most_slots(tables: int) -> tuple[int, int]:
-    """Slots and cells of the stash that each of so many tables may ever have: those of `MAX_ROWS` ids, while addresses
-    of a storage take an eighth of the 47 bits that there are."""
+    """The most slots and stash cells of each of ``tables`` tables: enough for `MAX_ROWS` ids, within an eighth of the
+    47-bit address space per storage."""
     slots = min(4 * MAX_ROWS, max(1 << 26, (1 << 39) >> (tables - 1).bit_length()))
     return slots, slots >> 3
 
 
 def stash_cells(buckets: int) -> int:
-    """Cells of the stash of so many buckets."""
+    """The number of cells in the stash for ``buckets`` buckets."""
     return max(1024, 1 << (buckets - 1).bit_length())

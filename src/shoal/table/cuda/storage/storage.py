@@ -1,4 +1,4 @@
-"""`Storage`: the index and the rows of tables, with who may call when, and how memory grows."""
+"""`Storage`: the index and the rows of tables, with the order of calls and the growth of memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FRESH = ik.FRESH.value
 
 
 class Storage(Index):
-    """An `Index` that several threads and streams may use, by turns."""
+    """An `Index` that several threads and streams can use in turn."""
 
     max_load = ik.FULL.value / 8
 
@@ -31,22 +31,22 @@ class Storage(Index):
     ) -> None:
         super().__init__(layout, device, tables)
         self.allowance = allowance
-        """What it may take, where its only table has a budget."""
+        """The memory that it can take, if its only table has a budget."""
         if allowance is not None:
             self.max_load = IDS_OF_BUCKET / 8
             self.arena.keep_scores()
         self.kept: dict[Any, Any] = {}
-        """What callers made once for many batches, such as learning rates on the device."""
+        """Objects that callers reuse for many batches, such as learning rates on the device."""
         self.epoch = 0
-        """Which rows that are written now carry; 0: none, nobody keeps track of changes."""
+        """The epoch stored with rows written now; 0: changes are not tracked."""
         self.untracked_graph = False
-        """Whether a CUDA graph was captured that writes rows without their epoch."""
+        """Whether a captured CUDA graph writes rows without their epoch."""
         self.captured: list[Any] = []
-        """What captured graphs read, beside the storage itself."""
+        """Objects that captured graphs read, in addition to the storage itself."""
         self.replayed = False
-        """Whether there is a captured graph that inserts ids, which the host does not count."""
+        """Whether a captured graph inserts ids, which the host does not count."""
         self.turn = Turn(device)
-        """Of this storage, and of those that it is used together with."""
+        """The turn that this storage shares with those that are used together with it."""
         self.turn.storages.add(self)
         self._start()
 
@@ -54,7 +54,7 @@ class Storage(Index):
         """One call at a time; see `Turn`."""
         turn = self.turn
         turn.enter()
-        while turn is not self.turn:  # it is another's by now
+        while turn is not self.turn:  # `share_turn` has replaced it
             turn.leave()
             turn = self.turn
             turn.enter()
@@ -65,13 +65,13 @@ class Storage(Index):
 
     @property
     def stream(self) -> int | None:
-        """The last call's, as CUDA names it."""
+        """The CUDA handle of the last call's stream."""
         return self.turn.stream
 
     def keep(self, key: Any, make: Any, limit: int = 64) -> Any:
-        """``make()``, or what it gave for the same key before; ``limit`` things in all."""
+        """The cached result of ``make()`` for ``key``; at most ``limit`` results are kept."""
         found = self.kept.get(key)
-        if found is None and capturing(self.device):  # nothing is in it before the graph runs
+        if found is None and capturing(self.device):  # not cached: it is empty until the graph runs
             return make()
         if found is None:
             if len(self.kept) >= limit:
@@ -80,7 +80,7 @@ class Storage(Index):
         return self.hold(found)
 
     def hold(self, thing: Any) -> Any:
-        """Keeps what is read now for as long as a graph that is being captured may read it."""
+        """Keeps ``thing`` alive for as long as a graph that is being captured can read it."""
         if capturing(self.device) and not any(held is thing for held in self.captured):
             self.captured.append(thing)
         return thing
@@ -88,7 +88,7 @@ class Storage(Index):
     # --- growth -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """An empty storage."""
+        """Makes the storage empty."""
         self._recall()
         self.counts.start()
         self.counts.set(c.ROOM, self.arena.room)
@@ -100,26 +100,26 @@ class Storage(Index):
         if self.allowance is not None:
             self.allowance.full = False
             if not self.allowance.settle(self):
-                raise CapacityError(f"an empty table takes {self.bytes() >> 10} KiB, more than its budget has left")
+                raise CapacityError(f"an empty table needs {self.bytes() >> 10} KiB, more than its budget has left")
             if self.allowance.small:
                 self._grow([self.allowance.rows])
 
     @property
     def at_limit(self) -> bool:
-        """Whether its table has a budget and all of the memory that it may have: from now on rows leave."""
+        """Whether the budget's memory is used up, so that rows leave for new ids."""
         return self.allowance is not None and self.allowance.full
 
     def cells(self, buckets: int) -> int:
-        """Of the stash; with a budget few ids come there."""
+        """The number of cells in the stash; with a budget, few ids are there."""
         return stash_cells(buckets if self.allowance is None else -(-buckets // 8))
 
     def make_room(self, counts: list[int]) -> None:
-        """Makes sure that so many new ids of each table fit. Waits for the device only when they might not.
+        """Makes sure that ``counts`` new ids of each table fit. Waits for the device only when they might not.
 
-        Those that a budget has no room for are not counted: rows leave for them.
+        Ids beyond a budget are not counted: rows leave for them.
 
         Raises:
-            CapacityError: the GPU is full; the storage is as it was.
+            CapacityError: the GPU is full; the storage is unchanged.
         """
         if capturing(self.device) or self.at_limit:
             return
@@ -128,7 +128,7 @@ class Storage(Index):
         if self.replayed:
             self.counts.look_anew()
         self.counts.look()
-        while not self._fits(counts):  # waits no longer than for calls before the last ones, if that is enough
+        while not self._fits(counts):  # wait for as few pending copies as possible
             if not self.counts.wait_for_one():
                 break
         else:
@@ -142,15 +142,15 @@ class Storage(Index):
                 raise CapacityError(str(error).partition("\n")[0]) from None
 
     def look(self) -> None:
-        """Has the host know how many ids there are. Waits for the device."""
+        """Updates the host's count of ids. Waits for the device."""
         for account in self.turn.accounts():
             account.settle()
         self.counts.look(wait=True)
 
     def expect_replays(self) -> None:
-        """A graph that inserts ids is being captured."""
+        """Notes that a graph that inserts ids is being captured."""
         self.replayed = True
-        if not self.arena.tracked or self.allowance is not None:  # or nobody is told which rows leave
+        if not self.arena.tracked or self.allowance is not None:  # rows evicted by a replay are not reported
             self.untracked_graph = True
 
     def _recall(self) -> None:
@@ -158,7 +158,7 @@ class Storage(Index):
             account.recall()
 
     def sure(self) -> int:
-        """Ids that fit, whatever they are."""
+        """The number of ids that certainly fit."""
         if self.at_limit:
             return 1 << 30
         none = [0] * self.tables
@@ -192,7 +192,7 @@ class Storage(Index):
         return None
 
     def _grow_within(self, allowance: Allowance, counts: list[int]) -> None:
-        """Rows and index together, as far as a budget allows."""
+        """Grows rows and index together, as far as a budget allows."""
         have = self.arena.room - 1
         needed = max(self.counts.rows_needed(counts) - 1, self.counts.sizes_needed(counts)[0])
         rows = allowance.grow(self, have, needed)
@@ -202,13 +202,13 @@ class Storage(Index):
             if buckets > self._buckets[0]:
                 self._grow_index(0, buckets, empty=self.counts.is_empty(0))
             self.counts.set(c.ROOM, rows + 1)
-        self.arena.tell()
+        self.arena.notify()
 
     def _grow_rows(self, rows: int) -> None:
         self.counts.set(c.ROOM, self.arena.grow(rows))
 
     def reserve(self, counts: list[int]) -> None:
-        """Takes memory for so many ids in all of each table, so that no later call takes any before they are there."""
+        """Allocates memory for ``counts`` ids of each table in total, so that later calls allocate none until then."""
         self.look()
         self._recall()
         self.make_room([max(0, count - size) for count, size in zip(counts, self.counts.sure_sizes(), strict=True)])
@@ -228,16 +228,18 @@ class Storage(Index):
     ) -> Tensor:
         """int32 row numbers of ids; an id without a row gets one, marked FRESH at one of its occurrences.
 
-        ``drop`` (uint8) passes ids over, which have -1 then; ``gate`` (int64) passes all of them over unless it is 0.
-        ``time`` is written to the rows, ``only_new`` to new ones alone; so is the epoch. Of a `Now` the later of it and
-        a row's own time.
+        ``drop`` (uint8) skips ids, which get -1; ``gate`` (int64) skips all of them unless it is 0. ``time`` and the
+        epoch are written to the rows (with ``only_new``, only to new ones). If ``time`` is a `Now`, a row with a later
+        time keeps it.
 
         Raises:
-            CapacityError: the GPU is full; the storage is as it was.
+            CapacityError: the GPU is full; the storage is unchanged.
         """
         if time and not self.arena.timed:
             if capturing(self.device):  # each replay would forget the times
-                raise UnsupportedError("the first write that has a time cannot be captured; run the step once before")
+                raise UnsupportedError(
+                    "the first write with a time cannot be captured; run the step once before the capture"
+                )
             self.arena.keep_times()
         self.make_room(counts)
         out = self._insert(ids, table, time=time, only_new=only_new, drop=drop, gate=gate)
@@ -250,12 +252,12 @@ class Storage(Index):
         return out
 
     def erase(self, ids: Tensor, table: int) -> int:
-        """Removes ids; how many there were. Waits for the device."""
+        """Removes ids; returns how many of them had a row. Waits for the device."""
         slots = torch.unique(self.find(ids, table, "slots"))
         return self.erase_slots(slots[slots != -1], table)
 
     def erase_slots(self, slots: Tensor, table: int) -> int:
-        """Removes the ids of distinct slots, which `find` or `chunks` gave; how many there were. Waits."""
+        """Removes the ids of distinct slots from `find` or `chunks`; returns their number. Waits for the device."""
         n = slots.numel()
         if n == 0:
             return 0
@@ -271,9 +273,9 @@ class Storage(Index):
         return n
 
     def _room_for_free(self, n: int) -> tuple[Tensor, list[int]]:
-        """int32: a place for ``n`` rows that are about to be free, then those that are; and the counts. Waits.
+        """int32: space for ``n`` rows about to be freed, followed by the free rows; and the counters.
 
-        All memory that it takes to free rows is there now: what is begun will end.
+        All memory needed to free rows is allocated here, so that freeing cannot fail halfway. Waits for the device.
         """
         counts = self.counts.now()
         begin, end = min(counts[c.TAKEN], counts[c.FREE]), counts[c.FREE]
@@ -283,9 +285,9 @@ class Storage(Index):
         return rows, counts
 
     def _recycle(self, rows: Tensor, counts: list[int], table: int, removed: int) -> None:
-        """Makes ``rows`` the list of free ones; ``removed`` ids of a table are gone."""
+        """Makes ``rows`` the list of free rows, and subtracts ``removed`` ids from a table's count."""
         if counts[c.LOST]:
-            rows = rows[rows > 0]  # ids that found no room have row 0, which is nobody's
+            rows = rows[rows > 0]  # ids for which there was no room have row 0, which is never used
         self.free_rows.tensor[0, : rows.numel()] = rows
         self.arena.forget_scores(rows)
         self.counts.set(c.NEXT, counts[c.NEXT] + max(0, counts[c.TAKEN] - counts[c.FREE]))
@@ -296,7 +298,7 @@ class Storage(Index):
         self.counts.look_anew()
 
     def clear(self, table: int) -> None:
-        """Removes all ids of a table; of the only one: gives memory back, too."""
+        """Removes all ids of a table; frees memory if it is the only table."""
         if self.tables == 1:
             self.look()
             for store in (self.keys, self.rows, self.stash_keys, self.stash_rows, self.free_rows):
@@ -316,9 +318,9 @@ class Storage(Index):
         self._recycle(rows, counts, table, gone.numel())
 
     def swap(self, other: Storage) -> None:
-        """Takes the contents of another storage of the same layout, which gets this one's."""
+        """Swaps the contents with another storage of the same layout."""
         if other.layout.words != self.layout.words or other.tables != self.tables:
-            raise ConfigError("storages of different layouts cannot be exchanged")
+            raise ConfigError("storages must have the same layout to swap their contents")
         kept = ("turn", "epoch", "untracked_graph", "captured", "replayed")
         mine = {name: value for name, value in self.__dict__.items() if name not in kept}
         theirs = {name: value for name, value in other.__dict__.items() if name not in kept}
@@ -328,13 +330,13 @@ class Storage(Index):
             storage.__dict__.update(new)
         self.arena.watchers, other.arena.watchers = other.arena.watchers, self.arena.watchers
         self._recall()
-        self.arena.tell()
-        other.arena.tell()
+        self.arena.notify()
+        other.arena.notify()
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> int:
-        """Rows that are written from now on carry the epoch that is returned, or a later one."""
+        """Starts and returns a new epoch; rows written from now on have it or a later one."""
         self.arena.track()
         self.epoch += 1
         self.counts.set(ik.EPOCH.value, self.epoch)

@@ -18,43 +18,43 @@ _sharing = threading.Lock()
 
 
 class Account(Protocol):
-    """Who lets ids come to storages without asking them each time, such as `shoal.table.cuda.groups.room.Room`."""
+    """Counts inserted ids without updating the storages each time, as `shoal.table.cuda.groups.room.Room` does."""
 
     def settle(self) -> None:
-        """Tells the storages how many ids may have come."""
+        """Reports to the storages how many ids may have been inserted."""
 
     def spend(self, count: int) -> None:
-        """So many ids may come from others."""
+        """Notes that up to ``count`` ids are inserted by others."""
 
     def recall(self) -> None:
-        """What was known of the room that is left no longer holds."""
+        """Invalidates the known remaining room."""
 
 
 class Turn:
-    """The lock of storages, and the stream that their last call was on. The device is the current one inside."""
+    """The lock of storages, and the stream of their last call. During a call, their device is the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
         self._index = device.index
         self._serial = next(_serials)
         self._lock = threading.RLock()
-        self._former: list[int] = []  # current devices before each entrance
-        self._streams: list[torch.cuda.Stream] = []  # of the calls before
+        self._devices: list[int] = []  # the current device before each `enter`
+        self._streams: list[torch.cuda.Stream] = []  # streams of previous calls
         self.stream: int | None = None
-        """The last call's, as CUDA names it."""
+        """The CUDA handle of the last call's stream."""
         self.writes = 0
-        """Calls so far that wrote to several of the storages."""
+        """The number of calls so far that wrote to several of the storages."""
         self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
         self._accounts: list[weakref.ref[Any]] = []
 
     def enter(self) -> None:
-        """Begins a call; the current stream waits for that of the call before."""
+        """Starts a call; the current stream waits for that of the previous call."""
         self._lock.acquire()
         if not self._cuda:
             return
         try:
-            former = torch._C._cuda_getDevice()
-            if former != self._index:
+            device = torch._C._cuda_getDevice()
+            if device != self._index:
                 torch.cuda.set_device(self._index)
             handle = torch._C._cuda_getCurrentRawStream(self._index)
             if handle != self.stream:
@@ -62,14 +62,14 @@ class Turn:
         except BaseException:
             self._lock.release()
             raise
-        self._former.append(former)
+        self._devices.append(device)
 
     def leave(self) -> None:
         """Ends the call."""
         if self._cuda:
-            former = self._former.pop()
-            if former != self._index:
-                torch.cuda.set_device(former)
+            device = self._devices.pop()
+            if device != self._index:
+                torch.cuda.set_device(device)
         self._lock.release()
 
     def _follow(self, handle: int) -> None:
@@ -78,7 +78,7 @@ class Turn:
         stream = torch.cuda.current_stream(self._device)
         for before in self._streams:
             stream.wait_stream(before)
-        # Memory that torch gave on one stream is used on another: it must not be given away too early.
+        # Memory that torch allocated on one stream is used on another, so it must not be reused too early.
         for storage in self.storages:
             for tensor in (storage.counts.words, storage.spare, *storage.kept.values()):
                 if isinstance(tensor, Tensor):
@@ -88,7 +88,7 @@ class Turn:
     # --- accounts -----------------------------------------------------------------------------------------------------
 
     def open(self, account: Account) -> None:
-        """An account over some of the storages; it lasts as long as somebody holds it."""
+        """Registers an account over some of the storages, for as long as it is referenced."""
         self._accounts.append(weakref.ref(account))
 
     def others(self, account: Account) -> bool:
@@ -96,7 +96,7 @@ class Turn:
         return len(self._accounts) > 1 and any(other is not account for other in self.accounts())
 
     def accounts(self) -> Iterator[Account]:
-        """Those that there are."""
+        """The accounts that still exist."""
         if any(ref() is None for ref in self._accounts):
             self._accounts = [ref for ref in self._accounts if ref() is not None]
         for ref in self._accounts:
@@ -106,7 +106,7 @@ class Turn:
 
 
 def share_turn(storages: Iterable[Any]) -> None:
-    """Has storages take turns together from now on, so that a call of all of them takes one lock."""
+    """Makes storages share one turn from now on, so that a call over all of them takes one lock."""
     with _sharing:
         turns: list[Turn] = sorted({storage.turn for storage in storages}, key=lambda turn: turn._serial)
         first, *rest = turns
