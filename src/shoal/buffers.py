@@ -1,8 +1,8 @@
-"""Uninitialised result tensors; large ones come from memory that is kept warm between calls.
+"""Uninitialised result tensors; large ones reuse memory of freed results.
 
-A fresh tensor of a megabyte costs more in page faults than a lookup costs to fill it. Large results of tables and
-ops therefore reuse the blocks of results that were freed. `set_buffer_cache_bytes` limits what is kept idle (512 MiB at
-first, or ``SHOAL_BUFFER_CACHE_MB``); 0 turns the cache off.
+The page faults of a new tensor of a megabyte cost more than a lookup needs to fill it, so large results of tables and
+ops reuse the blocks of freed results. `set_buffer_cache_bytes` limits the idle memory (default 512 MiB, or
+``SHOAL_BUFFER_CACHE_MB``); 0 turns the cache off.
 """
 
 import torch
@@ -25,7 +25,7 @@ def empty_rows(rows: int, columns: int) -> Tensor:
     if torch.are_deterministic_algorithms_enabled() and getattr(
         torch.utils.deterministic, "fill_uninitialized_memory", False
     ):
-        out.fill_(torch.nan)  # as torch.empty does then
+        out.fill_(torch.nan)  # as torch.empty does in this mode
     return out
 
 

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 
 class ShoalError(Exception):
-    """Base of every exception that Shoal raises on purpose."""
+    """Base class of all exceptions that Shoal raises."""
 
 
 class DistributedError(ShoalError, RuntimeError):
-    """Base of what communication and distributed training raise."""
+    """Base class of the errors of communication and distributed training."""
 
 
 class ConfigError(DistributedError, ValueError):
@@ -16,31 +16,31 @@ class ConfigError(DistributedError, ValueError):
 
 
 class ContractError(ConfigError, AssertionError):
-    """A `ConfigError` of a function whose contract is to raise an ``AssertionError``."""
+    """A `ConfigError` from functions that are specified to raise an ``AssertionError``."""
 
 
 class UsageError(ConfigError):
-    """A command was called without what it needs, or with two things of which it takes one."""
+    """A command was called without a required argument, or with arguments that exclude each other."""
 
 
 class ShapeError(DistributedError, ValueError):
-    """Tensors whose shapes, dtypes or devices do not fit together."""
+    """The shapes, dtypes or devices of tensors do not match."""
 
 
 class DataError(ShoalError, ValueError):
-    """A file or a message is truncated, corrupt or of another kind; nothing was changed."""
+    """A file or a message is truncated, corrupt or of the wrong kind; nothing was changed."""
 
 
 class UnsupportedError(ShoalError, RuntimeError):
-    """The object exists but cannot do this, as a serving table cannot take gradients."""
+    """The object does not support this operation; for example, a serving table cannot take gradients."""
 
 
 class CapacityError(ShoalError, MemoryError):
-    """The device has no room for what was asked; what was there is as it was."""
+    """The device does not have enough memory for the request; nothing was changed."""
 
 
 class DeadlineError(ShoalError, TimeoutError):
-    """A wait ended without its event; the message says who waited how long for whom, ``ranks`` who is missing."""
+    """A wait timed out; the message says who waited how long for whom, and ``ranks`` has the missing ranks."""
 
     def __init__(self, *args: object, ranks: Iterable[int] = ()) -> None:
         super().__init__(*args)
@@ -52,7 +52,7 @@ class CancelledError(ShoalError, RuntimeError):
 
 
 class PeerError(ShoalError, ConnectionError):
-    """Another process died, disconnected or answered with an error; ``ranks`` says which ranks, where that is known."""
+    """Another process died, disconnected or answered with an error; ``ranks`` has the ranks, if known."""
 
     def __init__(self, *args: object, ranks: Iterable[int] = ()) -> None:
         super().__init__(*args)
@@ -84,15 +84,15 @@ def _transport_error(message: str, kind: str, peer: int | None) -> TransportErro
 
 
 class SerializationError(DistributedError, DataError):
-    """Tensors cannot be written, or bytes are not the tensors that they claim to be."""
+    """Tensors cannot be serialized, or bytes are not valid serialized tensors."""
 
 
 class CompressionError(DistributedError, ValueError):
-    """A gradient cannot be compressed, or a compressed one is not consistent."""
+    """A gradient cannot be compressed, or a compressed one is inconsistent."""
 
 
 class AggregationError(DistributedError):
-    """The ranks disagree on what is reduced, or what is reduced cannot be."""
+    """The ranks disagree on the tensors to reduce, or these cannot be reduced."""
 
 
 class StepAborted(DistributedError):
@@ -117,7 +117,7 @@ def missing_extra(package: str, extra: str) -> MissingExtraError:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'epochs'?)`` for a name that is nearly one of those known, else nothing.
+    """Return `` (did you mean 'epochs'?)`` for a name that is close to a known one, else an empty string.
 
     >>> did_you_mean("epoch", ["epochs", "lr"]), did_you_mean("x", ["epochs", "lr"])
     (" (did you mean 'epochs'?)", '')

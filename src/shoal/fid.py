@@ -28,7 +28,7 @@ Fid = TypeVar("Fid", int, torch.Tensor)
 
 
 def as_int64(ids: torch.Tensor, subject: str) -> torch.Tensor:
-    """``ids`` as int64; ``subject`` begins the message that refuses what are not integers."""
+    """Convert ``ids`` to int64; the error for a dtype that is not allowed begins with ``subject``."""
     if ids.dtype == torch.int64:
         return ids
     if ids.dtype in _NARROWER:
@@ -37,7 +37,7 @@ def as_int64(ids: torch.Tensor, subject: str) -> torch.Tensor:
 
 
 def distinct(ids: np.ndarray) -> np.ndarray:
-    """Each id once, rising. ``np.unique`` hashes integers since numpy 2.3, which takes 40 times as long.
+    """The distinct ids in ascending order. ``np.unique`` in numpy 2.3 and later hashes integers, 40 times slower.
 
     >>> distinct(np.array([3, 1, 3]))
     array([1, 3])
@@ -50,7 +50,7 @@ def distinct(ids: np.ndarray) -> np.ndarray:
 def _hint(dtype: torch.dtype) -> str:
     if dtype == torch.uint64:
         return "; .view(torch.int64) keeps their 64 bits"
-    if dtype.is_floating_point:  # not ".long()": it makes an id of NaN, too, and one of two large ids
+    if dtype.is_floating_point:  # not ".long()": it accepts NaN, and maps different large ids to the same one
         return "; floats cannot hold large ids exactly, so read the ids as integers where they come from"
     return "; convert them with .long()" if dtype in _NARROWER else ""
 
@@ -81,7 +81,7 @@ def slot_v2(f: Fid) -> Fid:
 
 
 def shard_of(ids: Fid, shards: int) -> Fid:
-    """The shard of each id, the same rule everywhere: ``id mod shards``, rounding down, so that it is not negative."""
+    """The shard of each id, by the rule used everywhere: floor modulo, ``id mod shards``, which is never negative."""
     return ids % shards
 
 
@@ -95,12 +95,12 @@ def _make(slot: int, sig: Fid, bits: int, max_slot: int, version: str) -> Fid:
 
 
 def make_v1(slot: int, sig: Fid) -> Fid:
-    """The v1 fid of a slot (0..1023) and a signature, of which the low 54 bits count."""
+    """The v1 fid of a slot (0..1023) and the low 54 bits of a signature."""
     return _make(slot, sig, 54, MAX_SLOT_V1, "v1")
 
 
 def make_v2(slot: int, sig: Fid) -> Fid:
-    """The v2 fid of a slot (0..32767) and a signature, of which the low 48 bits count."""
+    """The v2 fid of a slot (0..32767) and the low 48 bits of a signature."""
     return _make(slot, sig, 48, MAX_SLOT_V2, "v2")
 
 

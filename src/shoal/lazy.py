@@ -1,4 +1,4 @@
-"""What keeps imports quick: public names of packages that are imported on first use, and a compiler that stays out."""
+"""Keep imports quick: import public names of packages on first use, and do not load the compiler."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def exports(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[],
     >>> "Embedding" in names, get("Embedding").__module__
     (True, 'shoal.nn.embedding')
     """
-    where = _imports_of(Path(str(sys.modules[package].__file__)).with_suffix(".pyi"))
+    origins = _imports_of(Path(str(sys.modules[package].__file__)).with_suffix(".pyi"))
 
     def get(name: str) -> Any:
-        if name not in where:
+        if name not in origins:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(where[name])
-        own = module.__name__ == package or not hasattr(module, name)  # the name of a module
-        value = import_module(f"{where[name]}.{name}") if own else getattr(module, name)
+        module = import_module(origins[name])
+        is_module = module.__name__ == package or not hasattr(module, name)
+        value = import_module(f"{origins[name]}.{name}") if is_module else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 
-    return list(where), get, lambda: sorted(where)
+    return list(origins), get, lambda: sorted(origins)
 
 
 def _imports_of(stub: Path) -> dict[str, str]:
@@ -41,7 +41,7 @@ def _imports_of(stub: Path) -> dict[str, str]:
 
 
 def _public(module: str) -> list[str]:
-    """What ``from module import *`` brings: ``__all__``, or the classes of a stub."""
+    """The names that ``from module import *`` imports: ``__all__``, or the classes of a stub."""
     path = _ROOT.joinpath(*module.split("."))
     stub = path.with_suffix(".pyi")
     text = (stub if stub.exists() else path.with_suffix(".py")).read_text()

@@ -1,4 +1,4 @@
-"""One sink for what tables and serving measure; by default the process's Prometheus registry."""
+"""The sink of all metrics; by default the process's Prometheus registry."""
 
 import bisect
 import itertools
@@ -12,12 +12,12 @@ log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Bounds of histograms of durations; `FRESHNESS` for those of minutes."""
+"""Bucket bounds of histograms of durations; `FRESHNESS` has those for minutes."""
 FRESHNESS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 
 class Histogram:
-    """Cumulative buckets, a count and a sum. Adding is not locked: a lost count under threads is worth the speed."""
+    """Cumulative buckets, a count and a sum. Adding takes no lock, for speed: threads may lose a count."""
 
     __slots__ = ("bounds", "buckets", "count", "sum")
 
@@ -33,7 +33,7 @@ class Histogram:
         self.sum += times * value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, values up to it), as Prometheus counts."""
+        """(upper bound, number of values up to it) per bucket, as in Prometheus."""
         bounds = [*map(str, self.bounds), "+Inf"]
         return list(zip(bounds, itertools.accumulate(self.buckets), strict=True))
 
@@ -68,7 +68,7 @@ class PrometheusSink:
         self._metric(kind, name, tags, verb, value)
 
     def emit_timers(self, name: str, value: float, tags: str, times: int) -> None:
-        """The same value several times, of a name that ends with ``_seconds``."""
+        """Record the same value several times; ``name`` must end with ``_seconds``."""
         self._metric("Timer", name, tags, "add", value, times)
 
     def emit_store(self, name: str, value: float, tags: str) -> None:
@@ -83,7 +83,7 @@ class PrometheusSink:
         write(*values)
 
     def _writer(self, kind: str, name: str, tags: str, verb: str) -> Callable[..., Any]:
-        """What a measurement is written by; kept for the next one of the same name and tags."""
+        """The function that records a measurement, cached by name and tags."""
         try:
             import prometheus_client
         except ImportError:  # metrics are an extra
@@ -100,8 +100,8 @@ class PrometheusSink:
                         registry.register(metric)
                     else:
                         metric = getattr(prometheus_client, kind)(plain, name, tuple(labels), registry=registry)
-                except ValueError as error:  # somebody else's metric; measuring must not fail what is measured
-                    log.warning("metric %s is not kept: %s", name, error)
+                except ValueError as error:  # another library's metric has this name; metrics must never raise
+                    log.warning("metric %s is not recorded: %s", name, error)
                     return lambda *values: None
                 self._metrics[name] = (metric, tuple(labels))
             metric, names = self._metrics[name]
@@ -110,7 +110,7 @@ class PrometheusSink:
 
 
 class _Timer:
-    """A histogram for each set of labels, as a collector of Prometheus; several times faster than the library's own."""
+    """A Prometheus collector with one histogram per set of labels; much faster than ``prometheus_client``'s."""
 
     def __init__(self, name: str, labels: tuple[str, ...]) -> None:
         self._name, self._labels = name, labels
@@ -121,7 +121,7 @@ class _Timer:
         return self._children.setdefault(values, Histogram(self._bounds))
 
     def describe(self) -> list[Any]:
-        """Asked for when it is registered: its name must be free."""
+        """The metric without samples; the registry checks with it that the name is free."""
         from prometheus_client.core import HistogramMetricFamily
 
         return [HistogramMetricFamily(self._name, self._name)]
@@ -140,10 +140,10 @@ _sink: MetricsSink = _default
 
 
 def set_metrics_sink(sink: MetricsSink | None) -> MetricsSink:
-    """Installs the process's sink and returns the former one; ``None`` restores the Prometheus default."""
+    """Install the process's sink and return the previous one; ``None`` restores the Prometheus default."""
     global _sink
-    former, _sink = _sink, _default if sink is None else sink
-    return former
+    previous, _sink = _sink, _default if sink is None else sink
+    return previous
 
 
 def emit_counter(name: str, value: float, tags: str = "") -> None:
@@ -151,7 +151,7 @@ def emit_counter(name: str, value: float, tags: str = "") -> None:
 
 
 def emit_timer(name: str, value: float, tags: str = "", times: int = 1) -> None:
-    """Measures ``value``, as often as ``times`` says; a sink with ``emit_timers`` hears of that in one call."""
+    """Emit ``value`` ``times`` times; a sink with ``emit_timers`` gets a single call."""
     many = getattr(_sink, "emit_timers", None) if times > 1 else None
     if many is not None:
         many(name, value, tags, times)

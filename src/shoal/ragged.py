@@ -54,7 +54,7 @@ class Ragged:
 
     @classmethod
     def trusted(cls, values: Tensor | Ragged, row_splits: Tensor) -> Ragged:
-        """Without the check, for splits that an op has just made; wrong ones are found when they are used."""
+        """Build without checking the splits, which an op has just made; the op that uses them checks them."""
         self = cls.__new__(cls)
         self.values = values
         self.row_splits = row_splits
@@ -75,7 +75,7 @@ class Ragged:
 
     @classmethod
     def from_lists(cls, rows: Sequence[Any]) -> Ragged:
-        """From nested lists, ragged in one or two dimensions; no values at all give int64."""
+        """Build from nested lists, ragged in one or two dimensions; without any values the dtype is int64."""
         lengths = [len(row) for row in rows]
         flat = [item for row in rows for item in row]
         if flat and isinstance(flat[0], list | tuple):
@@ -90,7 +90,7 @@ class Ragged:
         return self.values
 
     def nrows(self) -> int:
-        """How many rows, empty ones included."""
+        """The number of rows, including empty ones."""
         return self.row_splits.numel() - 1
 
     def row_lengths(self) -> Tensor:
@@ -111,7 +111,7 @@ class Ragged:
 
 
 def _device(values: Any) -> torch.device | None:
-    """Where splits that come as numbers go: to the values; None is torch's default device."""
+    """The device for splits given as numbers: that of the values; None is torch's default device."""
     while isinstance(values, Ragged):
         values = values.values
     return values.device if isinstance(values, Tensor) else None

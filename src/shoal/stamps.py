@@ -1,4 +1,4 @@
-"""Stamps: which of two values of a row, or of a model's weights, is the newer one."""
+"""Stamps tell which of two values of a row, or of a model's weights, is newer."""
 
 import time
 from typing import NamedTuple
@@ -7,8 +7,8 @@ from typing import NamedTuple
 class Stamp(NamedTuple):
     """When a value was learnt. The greater of two stamps is the newer one.
 
-    A run is one start of a trainer or of a parameter server, whether it starts from nothing or from a checkpoint. What
-    it learns is newer than all that earlier runs learnt, even if it resumes from an earlier step than they reached.
+    A run is one start of a trainer or a parameter server, with or without a checkpoint. Its values are newer than those
+    of all earlier runs, even if it resumes from an earlier step than they reached.
     """
 
     run: int
@@ -18,5 +18,5 @@ class Stamp(NamedTuple):
 
 
 def new_run(former: int = 0) -> int:
-    """The number of a run that begins now, greater than ``former``, the one of the checkpoint that it resumes from."""
+    """The number for a run that begins now; greater than ``former``, the run of the checkpoint that it resumes from."""
     return max(time.time_ns(), former + 1)

@@ -1,4 +1,4 @@
-"""Switches of the environment: one reading of their text for the whole library, at the moment they are asked for."""
+"""Environment variables as switches: one syntax for the library, parsed anew at each use."""
 
 import os
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ _WORDS = {"true": 1, "yes": 1, "on": 1, "false": 0, "no": 0, "off": 0}
 
 
 def parse_switch(name: str, text: str) -> int:
-    """The integer that the text of variable ``name`` stands for.
+    """The integer value of variable ``name``.
 
-    ``true``, ``yes`` and ``on`` are 1; ``false``, ``no``, ``off`` and the empty text are 0, in any case of letters.
+    ``true``, ``yes`` and ``on`` are 1; ``false``, ``no``, ``off`` and the empty string are 0; case does not matter.
 
     >>> [parse_switch("X", text) for text in ("1", "on", "False", "", "32")]
     [1, 1, 0, 0, 32]
@@ -28,19 +28,19 @@ def parse_switch(name: str, text: str) -> int:
 
 
 def switch(name: str, default: int, environ: Mapping[str, str] | None = None) -> int:
-    """The value of a switch; ``default`` where it is not set. Set to the empty text it is 0."""
+    """The value of a switch; ``default`` if it is not set, and 0 if it is empty."""
     text = (os.environ if environ is None else environ).get(name)
     return default if text is None else parse_switch(name, text)
 
 
 def env_int(name: str, default: int) -> int:
-    """A number: ``default`` where the variable is not set or empty, else as `parse_switch` reads it."""
+    """The value of a number, parsed by `parse_switch`; ``default`` if the variable is not set or empty."""
     text = os.environ.get(name, "")
     return parse_switch(name, text) if text else default
 
 
 def other_program_switch(name: str) -> bool:
-    """Whether a switch of another program is on; text that means nothing to us is its own matter, and counts as off."""
+    """Whether another program's switch is on; text that we cannot parse counts as off."""
     try:
         return switch(name, 0) != 0
     except ConfigError:

@@ -1,4 +1,4 @@
-"""What `shoal train` runs, as a library; it lives in `shoal.train.loop`."""
+"""The library behind `shoal train`, implemented in `shoal.train.loop`."""
 
 from shoal.lazy import exports
 

@@ -1,4 +1,4 @@
-"""Ready-made click models over rows of a table: DeepFM, DLRM, DCN-v2, two towers, or a module of yours."""
+"""Ready-made click models over rows of a table: DeepFM, DLRM, DCN-v2, two towers, or your own module."""
 
 from shoal.lazy import exports
 

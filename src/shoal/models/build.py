@@ -1,4 +1,4 @@
-"""A model by its name, or by the import path of a module of yours."""
+"""Build a model from its name, or from the import path of your own module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODELS = {
 
 
 def build_model(name: str, inputs: Inputs, options: Mapping[str, Any] | None = None) -> nn.Module:
-    """The model ``name`` (one of `MODELS`) or ``package.module:Class``, called with ``inputs`` and the options.
+    """Build the model ``name`` (one of `MODELS`, or ``package.module:Class``) from ``inputs`` and the options.
 
     >>> build_model("deepfm", Inputs(sparse=("user", "item"), dim=8), {"hidden": [32]}).deep.out_width
     1
@@ -42,12 +42,12 @@ def build_model(name: str, inputs: Inputs, options: Mapping[str, Any] | None = N
         model = make(inputs, **options)
     except (TypeError, RuntimeError) as error:
         if name not in MODELS or isinstance(error, ShoalError):
-            raise  # an error in code of the user's is told with its place
+            raise  # an error in the user's code is reported with its location
         raise ConfigError(
-            f"model {name!r}: cannot be made with rows of {inputs.dim or inputs.dims} and {options} ({error})"
+            f"model {name!r} cannot be built for rows of dim {inputs.dim or inputs.dims} with {options} ({error})"
         ) from None
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model {name!r}: it made a {type(model).__name__}, not an nn.Module")
+        raise ConfigError(f"model {name!r} must make an nn.Module, got {type(model).__name__}")
     return model
 
 
@@ -58,12 +58,12 @@ def find_model(name: str) -> Any:
 
 
 def find_object(path: str, where: str, forms: str = "package.module:Name", hint: str = "") -> Any:
-    """What ``package.module:Name`` names; ``where`` begins every error."""
+    """Import the object ``package.module:Name``; every error begins with ``where``."""
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:
         raise ConfigError(f"{where} name must be {forms}, got {path!r}{hint}")
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as python -m does: a module beside the configuration is found
+        sys.path.insert(0, os.getcwd())  # as python -m does, so that a module next to the configuration is found
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""DCN-v2: explicit crosses of features beside a deep net."""
+"""DCN-v2: explicit feature crosses in addition to a deep net."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Cross(nn.Module):
 
 
 class DcnV2(nn.Module):
-    """Cross layers and a deep net over all columns, side by side (``stacked``: one after the other), then a linear one.
+    """Cross layers and a deep net over all columns, in parallel (``stacked``: in sequence), then a linear layer.
 
     Args:
         crosses: number of cross layers; n of them multiply up to n + 1 features.
-        rank: of their matrices; None for full ones, which take ``width²`` weights a layer.
+        rank: rank of their matrices; None for full ones, which take ``width²`` weights per layer.
         hidden: widths of the deep net.
     """
 

@@ -16,7 +16,7 @@ class DeepFm(nn.Module):
 
     Args:
         hidden: widths of the deep net.
-        dropout: of its hidden layers.
+        dropout: dropout of its hidden layers.
     """
 
     def __init__(self, inputs: Inputs, *, hidden: Sequence[int] = (256, 128), dropout: float = 0.0) -> None:

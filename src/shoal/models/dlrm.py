@@ -13,7 +13,7 @@ from shoal.models.mlp import Mlp
 
 
 class Dlrm(nn.Module):
-    """The numbers through a bottom net become one more row; dot products of all pairs of rows go into a top net.
+    """A bottom net turns the dense features into another row; a top net gets the dot products of all pairs of rows.
 
     Args:
         bottom: hidden widths of the bottom net, whose last layer has the table's width.

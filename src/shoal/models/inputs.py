@@ -1,4 +1,4 @@
-"""`Inputs`: what a model is told about the data when it is made."""
+"""`Inputs`: the description of the data that a model's constructor gets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shoal.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """A model's forward gets ``dense`` ``[B, len(dense)]`` and ``rows`` ``[B, len(sparse), dim]``.
+    """The inputs of a model's forward: ``dense`` ``[B, len(dense)]`` and ``rows`` ``[B, len(sparse), dim]``.
 
-    Where features have different widths, or several rows each, ``rows`` are ``[B, sum(widths)]``, the features side by
-    side, and ``dim`` is 0. ``rows.flatten(1)`` is the same in both cases.
+    If features have different widths, or several rows each, ``rows`` is ``[B, sum(widths)]``, the features
+    concatenated, and ``dim`` is 0. ``rows.flatten(1)`` is the same in both cases.
 
     >>> inputs = Inputs(dense=("age",), sparse=("user", "tags"), dims=(8, 4), lengths=(1, 3))
     >>> inputs.widths, inputs.width, inputs.columns("tags"), inputs.dim
@@ -21,14 +21,14 @@ class Inputs:
     """
 
     dense: tuple[str, ...] = ()
-    """Names of the numbers, in the order of the columns."""
+    """Names of the dense features, in the order of the columns."""
     sparse: tuple[str, ...] = ()
-    """Names of the features, in the order of the rows."""
+    """Names of the sparse features, in the order of the rows."""
     dim: int = 16
     dims: tuple[int, ...] = ()
-    """Width of each feature's row; without them all have ``dim``."""
+    """Width of each feature's row; ``dim`` for all unless given."""
     lengths: tuple[int, ...] = ()
-    """Rows of each feature, side by side: more than 1 where its combiner is firstn."""
+    """Number of rows per feature, concatenated; more than 1 with the combiner firstn."""
 
     def __post_init__(self) -> None:
         dims = self.dims or (self.dim,) * len(self.sparse)
@@ -53,16 +53,16 @@ class Inputs:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Columns of each feature."""
+        """Number of columns per feature."""
         return tuple(dim * length for dim, length in zip(self.dims, self.lengths, strict=True))
 
     @property
     def width(self) -> int:
-        """Columns of all of it side by side."""
+        """Number of columns of all inputs, dense and sparse, concatenated."""
         return len(self.dense) + sum(self.widths)
 
     def columns(self, name: str) -> slice:
-        """Where a feature is in ``rows.flatten(1)``."""
+        """The columns of a feature in ``rows.flatten(1)``."""
         place = self.sparse.index(name)
         end = list(accumulate(self.widths))[place]
         return slice(end - self.widths[place], end)
@@ -71,24 +71,22 @@ class Inputs:
         """The width of every row, for a model that multiplies rows with each other.
 
         Raises:
-            ConfigError: they differ, or a feature has several rows.
+            ConfigError: the widths differ, or a feature has several rows.
         """
         if self.equal:
             return self.dim
         if long := [name for name, length in zip(self.sparse, self.lengths, strict=True) if length > 1]:
             raise ConfigError(
                 f"model: {model} must get one row per feature, but the combiner of {_listed(long)} is firstn, which "
-                "gives "
-                "several; use sum, mean, sqrtn or max, or a model that puts rows side by side (dcn, "
-                "two_tower)"
+                "gives several; use sum, mean, sqrtn or max, or a model that concatenates rows (dcn, two_tower)"
             )
         by_dim: dict[int, list[str]] = {}
         for name, dim in zip(self.sparse, self.dims, strict=True):
             by_dim.setdefault(dim, []).append(name)
-        told = "; ".join(f"dim {dim}: {_listed(names)}" for dim, names in sorted(by_dim.items()))
+        by_dim_text = "; ".join(f"dim {dim}: {_listed(names)}" for dim, names in sorted(by_dim.items()))
         raise ConfigError(
-            f"model: {model} multiplies the rows of features with each other, so all have one dim, but there are "
-            f"{told}. Give them the same dim, or use a model that puts rows side by side (dcn, two_tower)"
+            f"model: {model} multiplies the rows of features, so all must have the same dim, got {by_dim_text}. Give "
+            "them the same dim, or use a model that concatenates rows (dcn, two_tower)"
         )
 
 

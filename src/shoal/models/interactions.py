@@ -1,4 +1,4 @@
-"""What features do with each other: the factorization machine's pairs, and dot products."""
+"""Feature interactions: the factorization machine's pairs, and dot products."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def fm_reference(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fm(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """`fm_reference`, in one pass over the rows each way where they are float32 on the CPU.
+    """`fm_reference`, faster for float32 on the CPU: forward and backward each take one pass over the rows.
 
-    Both results come from one function, so that their gradients meet in one tensor without a pass of their own.
+    One function returns both results, so that their gradients are added in the same pass.
     """
     native = rows.is_cpu and rows.dtype == torch.float32 and not torch.compiler.is_compiling()
     if not native or rows.dim() != 3 or not rows.shape[1] or not rows.shape[2]:

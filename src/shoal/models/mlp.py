@@ -1,4 +1,4 @@
-"""`Mlp`: linear layers with ReLU between them, over one or several inputs that are side by side."""
+"""`Mlp`: linear layers with ReLU between them, over one or several concatenated inputs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shoal.errors import ConfigError
 
 
 class Mlp(nn.Module):
-    """``widths[0]`` of each input to the last of ``hidden``, then, with ``out``, to as many columns without a ReLU.
+    """Layers of the widths in ``hidden``, then, with ``out``, a layer of that many columns without a ReLU.
 
-    Several inputs count as one with their columns side by side, which are never copied together.
+    Several inputs are treated as one concatenated input, without copying them together.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Two towers: a net for the user's features, one for the item's, and the dot product of what they give."""
+"""Two towers: a net for the user's features, one for the item's, and the dot product of their outputs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shoal.models.mlp import Mlp
 
 
 class TwoTower(nn.Module):
-    """Scores a user and an item by the dot product of their vectors, so that items can be searched by nearness.
+    """Scores a user and an item by the dot product of their vectors, so that items can be found by nearest neighbours.
 
     Args:
         user: names of the features, dense or sparse, of the user's tower.
-        item: those of the item's tower; none may be in both, and those in neither are not used.
+        item: names of the features of the item's tower. A feature must not be in both; one in neither is not used.
         hidden: widths of both towers; the last is the width of the vectors.
-        temperature: what the dot product of vectors of length 1 is divided by; None leaves vectors as they are.
+        temperature: divides the dot product of normalized vectors; None does not normalize.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class TwoTower(nn.Module):
         if temperature is not None and not temperature > 0:
             raise ConfigError(f"model: temperature must be above 0, got {temperature}")
         if both := sorted(set(user) & set(item)):
-            raise ConfigError(f"model: {both[0]!r} is in both towers; a feature belongs to one")
+            raise ConfigError(f"model: a feature must be in one tower, but {both[0]!r} is in both")
         self.temperature = temperature
         self.user, self.item = (_Tower(inputs, which, names, hidden, dropout) for which, names in
                                 (("user", user), ("item", item)))  # fmt: skip
@@ -55,8 +55,8 @@ class _Tower(nn.Module):
         super().__init__()
         unknown = [name for name in names if name not in inputs.dense and name not in inputs.sparse]
         if unknown or not names:
-            what = f"there is no feature {unknown[0]!r}" if unknown else "it has no feature"
-            raise ConfigError(f"model: the {which} tower: {what}; features are {[*inputs.dense, *inputs.sparse]}")
+            what = f"{unknown[0]!r}, which is not a feature" if unknown else "no features"
+            raise ConfigError(f"model: the {which} tower has {what}; features are {[*inputs.dense, *inputs.sparse]}")
         self.dense = [inputs.dense.index(name) for name in names if name in inputs.dense]
         self.columns = [inputs.columns(name) for name in names if name in inputs.sparse]
         width = sum(one.stop - one.start for one in self.columns)

@@ -1,4 +1,4 @@
-"""Rows under a `torch.amp.GradScaler`: their gradients where the scaler looks for them, and which passes are scaled."""
+"""Support for `torch.amp.GradScaler`: show it the gradients of rows, and detect backward passes of scaled losses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shoal.nn.update.gradients import Pending
 
 
 class RowParameter(Tensor):
-    """Stands for the rows of a table in an optimizer: its ``grad`` are the gradients that wait, ``[rows, dim]``.
+    """Represents the rows of a table in an optimizer: its ``grad`` holds the pending gradients, ``[rows, dim]``.
 
-    So what looks at the gradients of an optimizer's parameters, or changes them in place, finds those of the rows: a
-    `GradScaler`, or ``torch.nn.utils.clip_grad_norm_``.
+    Code that reads the gradients of an optimizer's parameters or changes them in place, such as a `GradScaler` or
+    ``torch.nn.utils.clip_grad_norm_``, thereby sees those of the rows.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyrefly: ignore[bad-override]
@@ -30,13 +30,13 @@ class RowParameter(Tensor):
 
     @property
     def grad(self) -> Tensor:  # pyrefly: ignore[bad-override]
-        """One row per distinct id; never None, for a batch without ids has been looked at, too."""
+        """One row per distinct id; never None, because a `GradScaler` must also see a batch without ids."""
         return self._pending.sums()[1]
 
     @grad.setter
     def grad(self, grad: None) -> None:
         if grad is not None:
-            raise AttributeError("the gradients of rows come from backward; change them in place, or set None")
+            raise AttributeError("grad of table rows must be changed in place or set to None; backward computes it")
         self._pending.clear()
 
 
@@ -51,7 +51,7 @@ class _ScaledPass:
 
 
 def is_scaled(task: int) -> bool:
-    """Whether a backward pass, by the number of its graph task, began at a loss that a `GradScaler` scaled."""
+    """Whether the backward pass with this graph task number began at a loss that a `GradScaler` scaled."""
     return task in _scaled
 
 
@@ -68,13 +68,13 @@ def _enter(grad: Tensor) -> None:
     if task >= 0 and task not in _scaled:
         current = _ScaledPass()
         _scaled[task] = weakref.ref(current, lambda _: _scaled.pop(task, None))
-        # The engine holds the callback, and with it the pass, until backward has ended, or failed.
+        # The engine keeps the callback, and thereby the pass, alive until backward has ended or failed.
         torch.autograd.Variable._execution_engine.queue_callback(current.end)
 
 
 @functools.cache
 def watch_scalers() -> None:
-    """Has every loss that a `GradScaler` scales marked. Torch tells nobody of it, so its ``scale`` is wrapped, once."""
+    """Mark every loss that a `GradScaler` scales, by wrapping its ``scale`` once; torch has no hook for this."""
     scale = torch.amp.GradScaler.scale
 
     @functools.wraps(scale)

@@ -13,11 +13,11 @@ from shoal.nn.collection import EmbeddingBagCollection, with_end
 from shoal.nn.protocol import EmbeddingTable
 from shoal.nn.read.asked import Asked, Located
 from shoal.nn.read.jagged import as_bags, as_jagged, is_keyed, join
-from shoal.nn.read.refusal import tells_ranks
+from shoal.nn.read.refusal import notifies_ranks
 
 
 class HashEmbeddingBag(EmbeddingBagCollection):
-    """Looks up bags of ids, each id with a row of its own, and pools the rows of each bag.
+    """Looks up bags of ids, each id with its own row, and pools the rows of each bag.
 
     >>> import shoal, torch
     >>> from shoal.nn import HashEmbeddingBag
@@ -29,15 +29,15 @@ class HashEmbeddingBag(EmbeddingBagCollection):
             [-1., -1.],
             [ 0.,  0.]])
 
-    With a mapping of tables it is an `EmbeddingBagCollection` with a feature per table. There it is said what becomes
-    of unknown ids (a forward never writes; the first update of an id creates its row) and when rows are updated.
+    With a mapping of tables it is an `EmbeddingBagCollection` with one feature per table. See that class for unknown
+    ids (a forward never writes; the first update of an id creates its row) and for when rows are updated.
 
     Args:
         table: one table for all ids, or a table per key.
         combiner: ``"sum"``, ``"mean"``, ``"sqrtn"``, ``"max"``, ``"firstn"`` or a `Combiner`; see
             `EmbeddingBagCollection`, also for the other arguments.
-        output: of ids by key: ``"concat"``, side by side in the order of the tables (of the batch's keys if there is
-            one table), for which a batch holds every key; or ``"dict"``, for which it may hold some.
+        output: the result for ids by key. ``"concat"``: side by side in the order of the tables (of the batch's keys
+            if there is one table); a batch must hold every key. ``"dict"``: by key; a batch may hold only some.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class HashEmbeddingBag(EmbeddingBagCollection):
             fused=fused,
         )
 
-    @tells_ranks
+    @notifies_ranks
     def forward(  # pyrefly: ignore[bad-override]
         self, ids: Any, offsets: Tensor | None = None, per_sample_weights: Any = None
     ) -> Any:
-        """The pooled rows of each bag: ``[B, D]``, or ``[B, max_length, D]`` for firstn.
+        """Return the pooled rows of each bag: ``[B, D]``, or ``[B, max_length, D]`` for firstn.
 
         ``ids`` are ``(values, offsets)`` (as one argument or two), lists of lists, a `Ragged`, a ``torch.nested``
         jagged tensor, a dense ``[B, L]`` tensor, or an object shaped like a JaggedTensor. ``offsets`` are int64
@@ -88,7 +88,7 @@ class HashEmbeddingBag(EmbeddingBagCollection):
         tables = self._tables
         if not tables.one:
             raise ConfigError(
-                f"{type(self).__name__} has a table for each of {list(tables.named)}; give it ids by key, too"
+                f"{type(self).__name__} has one table for each of {list(tables.named)}, so ids must come by key"
             )
         if not self.include_last_offset:
             if offsets is not None:

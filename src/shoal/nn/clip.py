@@ -1,4 +1,4 @@
-"""Clipping the gradients of rows together with those of dense parameters."""
+"""Clip the gradients of rows together with those of dense parameters."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def clip_grad_norm(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales all gradients that wait for a step so that their joint norm is at most ``max_norm``.
+    """Scale all pending gradients so that their joint norm is at most ``max_norm``.
 
     The gradient of a row is the sum over all its occurrences, as it would be in a dense table. ``parameters`` are
-    ordinary ones, whose ``.grad`` counts in the norm and is scaled as well.
+    ordinary parameters whose ``.grad`` is included in the norm and scaled as well.
 
     Returns:
-        The norm before.
+        The norm before clipping.
 
     Raises:
-        RuntimeError: the norm is NaN or infinite, with ``error_if_nonfinite``; nothing was changed.
+        RuntimeError: the norm is NaN or infinite and ``error_if_nonfinite`` is True; nothing was changed.
     """
     grads = _gradients(optimizer, parameters)
     norm = get_total_norm(grads, norm_type, error_if_nonfinite).cpu()
@@ -44,7 +44,7 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def clip_grad_value(optimizer: SparseOptimizer, clip_value: float, *, parameters: Iterable[Tensor] = ()) -> None:
-    """Clamps every element of the gradients that wait to ``[-clip_value, clip_value]``."""
+    """Clamp every element of the pending gradients to ``[-clip_value, clip_value]``."""
     for grad in _gradients(optimizer, parameters):
         grad.clamp_(-clip_value, clip_value)
 

@@ -18,12 +18,12 @@ from shoal.nn.read.combine import combine, features_of
 from shoal.nn.read.jagged import Jagged, as_joined, as_parts, is_keyed, join, split_keys
 from shoal.nn.read.ops import Request, check_bags
 from shoal.nn.read.plan import Plan
-from shoal.nn.read.refusal import tells_ranks
+from shoal.nn.read.refusal import notifies_ranks
 from shoal.table.protocol import MEAN, SUM
 
 
 class EmbeddingBagCollection(TableModule):
-    """Looks up bags of ids of several features, each in its table, and pools the rows of each bag.
+    """Looks up bags of ids for several features, each in its own table, and pools the rows of each bag.
 
     >>> import shoal, torch
     >>> from shoal.nn import EmbeddingBagCollection
@@ -37,37 +37,38 @@ class EmbeddingBagCollection(TableModule):
     Tables may differ in dim, optimizer, kind and device. Those that can be served together form a group: a batch is
     found, pooled and updated in one call per group.
 
-    A forward never writes, neither rows nor stamps nor counts. In training mode an unknown id is answered with the row
-    that its table's initializer gives it (zeros while the table's admission filter is active), in evaluation mode with
-    zeros; its first update creates the row. Where gradients go: into the rows when ``backward`` ends, by each table's
-    own optimizer, one step per pass and id. Once a `SparseOptimizer` holds a table its gradients wait for ``step``.
+    A forward never writes: not rows, timestamps or counts. In training mode an unknown id gets the row that its table's
+    initializer would create (zeros while the table's admission filter is active), in evaluation mode zeros; its first
+    update creates the row. When ``backward`` ends, each table's own optimizer applies the gradients to the rows, one
+    step per pass and id. Once a `SparseOptimizer` holds a table, its gradients wait for ``step`` instead.
 
-    It takes the place of TorchRec's ``EmbeddingBagCollection``, in TorchRec's models, too: ``tables`` may be a list of
+    It replaces TorchRec's ``EmbeddingBagCollection``, also inside TorchRec's models: ``tables`` may be a list of
     TorchRec's configurations (or of `EmbeddingBagConfig`), and a ``KeyedJaggedTensor`` gives a ``KeyedTensor``. See
     docs/from_torchrec.md.
 
     Args:
-        tables: by name; or a list of configurations, for each of which a table is made.
-        features: name of each feature -> name of its table; by default a feature per table, of the same name.
-            Configurations name theirs, with how they are pooled.
-        combiner: of all features, or by feature: ``"sum"``; ``"mean"`` (over the number of ids); ``"sqrtn"`` (the sum
-            over the root of their number); ``"max"``; ``"firstn"``, the first ``max_length`` rows as a sequence, padded
-            with zeros; or a `Combiner`. One that you derive from `Combiner` with a ``combine`` of its own gets the rows
-            of all ids, and autograd goes through it.
-        output: ``"concat"``: side by side in the order of the features, for which a batch holds every feature. If only
-            some are sequences (firstn), or they differ in length, these are flattened. ``"dict"``: by feature; a batch
-            may hold some. ``"auto"``: a ``KeyedTensor`` for TorchRec's ``KeyedJaggedTensor``, side by side for
+        tables: tables by name, or a list of configurations, for each of which a table is created.
+        features: name of each feature -> name of its table; by default one feature per table, with the same name.
+            Leave it out with configurations, which name their features and pooling.
+        combiner: for all features, or by feature: ``"sum"``; ``"mean"`` (over the number of ids); ``"sqrtn"`` (the sum
+            divided by the square root of the number of ids); ``"max"``; ``"firstn"``, the first ``max_length`` rows as
+            a sequence, padded with zeros; or a `Combiner`. A subclass of `Combiner` that overrides ``combine`` gets the
+            rows of all ids, and autograd goes through it.
+        output: ``"concat"``: side by side in the order of the features; a batch must hold every feature. If only some
+            are sequences (firstn), or sequences differ in length, they are flattened. ``"dict"``: by feature; a batch
+            may hold only some. ``"auto"``: a ``KeyedTensor`` for TorchRec's ``KeyedJaggedTensor``, side by side for
             everything else.
-        padding_idx: an id that stands for none: it does not count, has no row and no gradient.
-        include_last_offset: False if offsets are ``[B]``, the end left out, which is `torch.nn.EmbeddingBag`'s default.
-        insert_missing: False: an unknown id is zeros in training mode, too.
-        fused: True: rows are updated in backward, always; a `SparseOptimizer` over the model leaves the tables out.
-            False: gradients wait for a `SparseOptimizer`, always. All modules of a table agree.
-        is_weighted: whether the weights of a batch multiply its rows. None: if it has some; of configurations: False.
-        device: of tables made from configurations: ``"cpu"``, ``"cuda"``, or ``"meta"``, which means cpu without
-            calling an ``init_fn``.
-        optimizer: of tables made from configurations, as that of `shoal.HashTable`.
-        make_table: makes the table of a configuration, from a dim and keywords of `shoal.HashTable`, the default.
+        padding_idx: an id to ignore: it is not counted and has no row and no gradient.
+        include_last_offset: False if offsets are ``[B]``, without the end, the default of `torch.nn.EmbeddingBag`.
+        insert_missing: False: an unknown id gives zeros in training mode, too.
+        fused: True: rows are always updated in backward; a `SparseOptimizer` over the model leaves the tables out.
+            False: gradients always wait for a `SparseOptimizer`. All modules of a table must agree.
+        is_weighted: whether the weights of a batch multiply its rows. None: if the batch has weights; False with
+            configurations.
+        device: device of tables made from configurations: ``"cpu"``, ``"cuda"``, or ``"meta"``, which means cpu
+            without calling an ``init_fn``.
+        optimizer: optimizer of tables made from configurations, as for `shoal.HashTable`.
+        make_table: creates the table of a configuration from a dim and keywords of `shoal.HashTable`, the default.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class EmbeddingBagCollection(TableModule):
         self._of_table = named
 
     def embedding_bag_configs(self) -> list[Any]:
-        """The configurations that the tables were made of, or that describe them, as TorchRec's modules have it."""
+        """Return the configurations that the tables were made from or that describe them (a TorchRec method)."""
         if self._configured is not None:
             return self._configured.configs
         words = {SUM: "SUM", MEAN: "MEAN"}
@@ -136,18 +137,18 @@ class EmbeddingBagCollection(TableModule):
         """Whether a batch must have weights."""
         return bool(self._weighted)
 
-    @tells_ranks
+    @notifies_ranks
     def forward(self, ids: Any, per_sample_weights: Any = None) -> Any:
-        """The pooled rows of each bag: ``[B, total width]``, or a dict of them by feature.
+        """Return the pooled rows of each bag: ``[B, total width]``, or a dict of them by feature.
 
         ``ids`` are a mapping of feature to ``(values, offsets)``, lists of lists, a `Ragged`, a ``torch.nested`` jagged
         tensor, a dense ``[B, L]`` tensor or an object shaped like a JaggedTensor; or one object shaped like a
         KeyedJaggedTensor. ``per_sample_weights``, by feature and shaped like the ids, multiply their rows and get
-        gradients. Tables made from configurations read the keys that these name, and leave others alone.
+        gradients. Tables made from configurations read the keys that these name and ignore others.
 
         Raises:
             ConfigError: a feature is missing, or offsets do not rise from 0 to the number of ids. Offsets on a GPU are
-                checked there, and the error comes with a later call.
+                checked there, and a later call raises the error.
         """
         return ids.result(self) if type(ids) is Located else self.ask(ids, per_sample_weights).result()
 
@@ -160,7 +161,7 @@ class EmbeddingBagCollection(TableModule):
         return self._by_key(ids, per_sample_weights)
 
     def _by_key(self, ids: Any, weights: Any) -> Asked:
-        """What is asked for ids by key."""
+        """Make the request for ids by key."""
         tables, one = self._tables, self._tables.one
         mapped = isinstance(ids, Mapping)
         if mapped:
@@ -193,9 +194,9 @@ class EmbeddingBagCollection(TableModule):
         else:
             there = [part.offsets is not None and part.offsets.is_cuda for part in parts]
             checked = not torch.compiler.is_compiling()
-            if checked:  # each part: joined, what one lacks could be what another has too much
+            if checked:  # each part: once joined, a part that is too short hides one that is too long
                 for name, part, on_gpu in zip(names, parts, there, strict=False):
-                    if not on_gpu:  # `join` looks at those
+                    if not on_gpu:  # `join` checks those
                         check_bags(part, name)
             if joined is not None:
                 parts = split_keys(ids, names, joined)
@@ -206,8 +207,8 @@ class EmbeddingBagCollection(TableModule):
         def finish(out: Any, combined: dict[int, Tensor]) -> Any:
             if self.output != "dict":
                 theirs = self.output == "auto" and is_torchrec(ids)
-                whole = self._side_by_side(plan, out, combined, flat=theirs)
-                return self._as_theirs(whole) if theirs else whole
+                joined = self._side_by_side(plan, out, combined, flat=theirs)
+                return self._as_keyed_tensor(joined) if theirs else joined
             results = dict(zip(names, _by_place(plan, out, combined), strict=True))
             return {key: self._placed(results[str(key)]) for key in keys}
 
@@ -221,8 +222,8 @@ class EmbeddingBagCollection(TableModule):
         trusted: bool,
         finish: Callable[[Any, dict[int, Tensor]], Any],
     ) -> Asked:
-        """Asks for the pooled rows of features that groups pool, and for the rows of each other call, which are
-        combined here; ``finish`` gets the former, and the latter by the number of the call."""
+        """Request the pooled rows of features that groups pool, and the rows of every other call, which are combined
+        here. ``finish`` gets the pooled rows, and the combined ones by the number of their call."""
         offsets: list[Any] = [part.offsets for part in batch]
         weights: list[Any] = [] if batch[0].weights is None or plan.by_rows else [part.weights for part in batch]
         bags = (offsets[0].shape[0] - 1) // len(plan.calls[0].places)
@@ -252,21 +253,21 @@ class EmbeddingBagCollection(TableModule):
             parts = [part.flatten(1) for part in parts]
         return torch.cat(parts, dim=-1)
 
-    def _as_theirs(self, values: Tensor) -> Any:
-        """Results side by side, as a ``KeyedTensor``."""
+    def _as_keyed_tensor(self, values: Tensor) -> Any:
+        """Convert results that are side by side to a ``KeyedTensor``."""
         dims = [keeper.dim for keeper in self._tables.distinct]
         features = self._tables.features.values()
         widths = [dims[feature.table] * max(1, feature.length) for feature in features]
         return keyed_tensor(self._tables.names, widths, values)
 
     def _weighed(self, part: Jagged) -> Jagged:
-        """A batch with or without its weights, as ``is_weighted`` says."""
+        """Return a batch with or without its weights, depending on ``is_weighted``."""
         if self._weighted and part.weights is None:
             raise ConfigError(f"{type(self).__name__} has is_weighted=True, so a batch must have weights; it has none")
         return part if self._weighted else part._replace(weights=None)
 
     def _check_keys(self, names: list[str]) -> None:
-        """Side by side none may be missing: else columns would be taken for others."""
+        """Refuse a batch without some feature if results are side by side: columns would be mixed up."""
         who, one, features = type(self).__name__, self._tables.one, self._tables.features
         for name in names:
             self._check_key(name)
@@ -275,8 +276,8 @@ class EmbeddingBagCollection(TableModule):
         missing = [] if one else [name for name in features if name not in names]
         if missing:
             raise ConfigError(
-                f"{who} puts {list(features)} side by side, but the batch lacks {missing}; give it empty bags for "
-                "them, or use output='dict'"
+                f"{who} puts {list(features)} side by side, but the batch has no {missing}; add empty bags for them, "
+                "or use output='dict'"
             )
         if not names:
             raise ConfigError(f"{who}: a batch must have at least one key for output='concat', got none")
@@ -290,7 +291,7 @@ def _want_gradients(parts: list[Jagged]) -> bool:
 
 
 def _by_place(plan: Plan, out: Any, combined: dict[int, Tensor]) -> list[Tensor]:
-    """The result of each feature, in the order of the batch; those that groups pooled are views of one tensor."""
+    """Return the result of each feature, in batch order; those that groups pooled are views of one tensor."""
     columns = {}
     if out is not None:
         pooled = [number for number in plan.order if plan.places[number].call < 0]
@@ -308,7 +309,7 @@ def _by_place(plan: Plan, out: Any, combined: dict[int, Tensor]) -> list[Tensor]
 
 
 def _with_ends(ids: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Offsets that come in pairs with values, with their ends."""
+    """Add the end to offsets that come in pairs with values."""
     return {
         key: (part[0], with_end(part[0], part[1]), *part[2:]) if isinstance(part, tuple) and len(part) > 1 else part
         for key, part in ids.items()
@@ -316,6 +317,6 @@ def _with_ends(ids: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def with_end(ids: Any, offsets: Any) -> Tensor:
-    """Offsets ``[B + 1]`` of offsets ``[B]``."""
+    """Convert offsets ``[B]`` to ``[B + 1]``."""
     offsets = torch.as_tensor(offsets, device=ids.device if isinstance(ids, Tensor) else "cpu")
     return torch.cat([offsets, offsets.new_full((1,), len(ids))])

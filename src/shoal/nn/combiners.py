@@ -1,4 +1,4 @@
-"""How the embeddings of one row's ids become one value: summed, averaged, or the first few in order."""
+"""Combiners: turn the embeddings of one row's ids into one value by sum, mean, or the first few in order."""
 
 from abc import ABC, abstractmethod
 from numbers import Integral
@@ -22,12 +22,12 @@ class Combiner(ABC):
 
     @property
     def max_seq_length(self) -> int:
-        """How many embeddings of a row are kept in order; 0 when they are pooled."""
+        """Number of embeddings of a row that are kept in order; 0 when they are pooled."""
         return self._max_seq_length
 
     @abstractmethod
     def combine(self, key: Ragged, embedding: Any, name: str | None = None) -> Tensor:
-        """Pools ``embedding`` ``[n, d]``, one row per value of ``key``, of which only the row splits matter."""
+        """Pool ``embedding`` ``[n, d]``, one row per value of ``key``; only the row splits of ``key`` are used."""
 
     def _arguments(self, key: Any, embedding: Any) -> tuple[Ragged, Tensor]:
         name = type(self).__name__

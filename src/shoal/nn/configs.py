@@ -1,4 +1,4 @@
-"""`EmbeddingBagConfig` and `EmbeddingConfig`: tables described by the fields that TorchRec's configurations have."""
+"""`EmbeddingBagConfig` and `EmbeddingConfig`: descriptions of tables with the same fields as in TorchRec."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ _POOLED = {"SUM": "sum", "MEAN": "mean"}
 
 @dataclass
 class EmbeddingConfig:
-    """A table of an `EmbeddingCollection`, in the words of TorchRec, whose own `EmbeddingConfig` is taken as well.
+    """Describes a table of an `EmbeddingCollection` with TorchRec's fields; TorchRec's own class works, too.
 
     >>> EmbeddingConfig(num_embeddings=1000, embedding_dim=16, name="item", feature_names=["clicked"]).embedding_dim
     16
     """
 
     num_embeddings: int = 0
-    """Rows that are expected. It is no limit: any int64 id has a row. New rows are uniform within its inverse root."""
+    """Expected number of rows n, not a limit: any int64 id can have a row. New rows are uniform in ±1/sqrt(n)."""
     embedding_dim: int = 0
     name: str = ""
     data_type: Any = "FP32"
-    """FP32, FP16 or BF16; rows are held in float32 in any case, and quantised when a model is exported."""
+    """FP32, FP16 or BF16; rows are always held in float32, and quantised when a model is exported."""
     feature_names: list[str] = field(default_factory=list)
-    """The keys of a batch that read this table; the table's name unless given."""
+    """The keys of a batch that read this table; by default the table's name."""
     weight_init_max: float | None = None
     weight_init_min: float | None = None
     init_fn: Callable[[Tensor], Any] | None = None
-    """Fills a weight ``[num_embeddings, embedding_dim]``. Uniform, constant, zeros and ones of ``torch.nn.init`` are
-    applied to rows as they come; any other is called once, and its rows are those of the ids from 0."""
+    """Fills a weight ``[num_embeddings, embedding_dim]``. Uniform, constant, zeros and ones from ``torch.nn.init``
+    initialize each row when it is created; any other function is called once and gives the rows of ids 0, 1, …"""
 
 
 @dataclass
 class EmbeddingBagConfig(EmbeddingConfig):
-    """A table of an `EmbeddingBagCollection`; likewise."""
+    """Describes a table of an `EmbeddingBagCollection`, as `EmbeddingConfig` does, and its pooling."""
 
     pooling: Any = "SUM"
     """SUM or MEAN, as text or as TorchRec's ``PoolingType``."""
 
 
 class Configured(NamedTuple):
-    """What configurations describe: tables, the features that read them, and the key of the batch that each reads."""
+    """Tables made from configurations, the features that read them, and the batch key of each feature."""
 
     configs: list[Any]
     tables: dict[str, Any]
     features: dict[str, str]
-    """Name of each result -> name of its table. A key that several tables read has one in each, ``key@table``."""
+    """Name of each result -> name of its table. A key that several tables read gives a result ``key@table`` in each."""
     combiners: dict[str, str]
     keys: list[str]
-    """Of the batch, for each feature."""
+    """The batch key of each feature."""
     by_table: list[list[str]]
     """The results of each table."""
 
@@ -73,17 +73,19 @@ class Configured(NamedTuple):
     def of(
         who: str, given: Any, kind: type, *, device: Any, optimizer: Any, make_table: Callable[..., Any] | None
     ) -> Configured | None:
-        """None if ``given`` are tables by name."""
+        """Build from configurations; return None if ``given`` are tables by name."""
         options = {"device": device, "optimizer": optimizer, "make_table": make_table}
         if isinstance(given, Mapping) or not isinstance(given, Sequence) or isinstance(given, str | bytes):
             if extra := [name for name, value in options.items() if value is not None]:
-                raise ConfigError(f"{who}: {extra[0]} is for tables made from configurations; these are made already")
+                raise ConfigError(
+                    f"{who}: {extra[0]} must be given with configurations only; these tables exist already"
+                )
             return None
         configs = [_checked(who, one, kind) for one in given]
         twice = [name for name, count in Counter(one.name for one in configs).items() if count > 1]
         if twice or not configs:
-            problem = f"{twice[0]!r} comes twice" if twice else "there is none"
-            raise ConfigError(f"{who}: tables must be configurations with distinct names, but {problem}")
+            problem = f"{twice[0]!r} twice" if twice else "an empty list"
+            raise ConfigError(f"{who}: tables must be configurations with distinct names, got {problem}")
         keys = [[str(key) for key in getattr(one, "feature_names", None) or [one.name]] for one in configs]
         readers = Counter(key for own in keys for key in own)
         by_table = [
@@ -99,14 +101,14 @@ class Configured(NamedTuple):
         return Configured(configs, _tables(configs, **options), features, combiners, flat, by_table)
 
     def reads_as_is(self, keys: Sequence[Any]) -> bool:
-        """Whether the keys of a batch are the features, in whatever order."""
+        """Whether the keys of a batch are exactly the features, in any order."""
         return len(keys) == len(self.features) and all(key in self.features for key in keys)
 
     def places(self, keys: Sequence[Any]) -> list[int]:
-        """For each feature the place of its key in a batch."""
+        """Return the position of each feature's key in a batch."""
         place = {str(key): number for number, key in enumerate(keys)}
         if missing := [key for key in self.keys if key not in place]:
-            raise ConfigError(f"features {missing} must be in a batch, which may have more; it has {list(place)}")
+            raise ConfigError(f"a batch must have the keys of all features; {missing} are missing from {list(place)}")
         return [place[key] for key in self.keys]
 
 
@@ -114,7 +116,7 @@ def _checked(who: str, one: Any, kind: type) -> Any:
     if isinstance(one, Mapping):
         known = [each.name for each in fields(kind)]
         if unknown := [name for name in one if name not in known]:
-            raise ConfigError(f"{who}: a configuration has no {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+            raise ConfigError(f"{who}: a configuration has no field {unknown[0]!r}{did_you_mean(unknown[0], known)}")
         one = kind(**one)
     dim = getattr(one, "embedding_dim", None)
     if not isinstance(dim, int) or dim < 1 or not getattr(one, "name", None):
@@ -140,7 +142,7 @@ def _tables(
 ) -> dict[str, Any]:
     options: dict[str, Any] = {} if optimizer is None else {"optimizer": optimizer}
     place = torch.device(device or "cpu")
-    if place.type not in ("cpu", "meta"):  # a table allocates nothing ahead, so meta is cpu
+    if place.type not in ("cpu", "meta"):  # a new table allocates nothing, so meta is cpu
         options["device"] = device
     made = {}
     for one in configs:
@@ -156,7 +158,7 @@ def _tables(
 
 
 def replace_rows(table: Any, weight: Tensor) -> None:
-    """Makes the rows of ids 0, 1, … those of ``weight`` ``[n, dim]``, with fresh state, and removes all others."""
+    """Replace all rows with those of ``weight`` ``[n, dim]``, for ids 0 to n - 1, with fresh state."""
     if weight.dim() != 2 or weight.shape[1] != table.dim_size:
         raise ConfigError(f"table {table.name!r}: a weight must be [n, {table.dim_size}], got {list(weight.shape)}")
     weight = weight.detach().float()
@@ -176,12 +178,12 @@ def replace_rows(table: Any, weight: Tensor) -> None:
 
 
 def _word(value: Any) -> str:
-    """Of an enumeration or of text: SUM, FP32, …"""
+    """Return the upper-case name of an enumeration member or text: SUM, FP32, …"""
     return str(getattr(value, "name", value)).upper()
 
 
 def _initializer(config: Any) -> tuple[Any, Callable[[Tensor], Any] | None]:
-    """What makes a new row, and what fills rows ahead where ``init_fn`` can only be called on a whole weight."""
+    """Return the initializer of new rows, and the function that fills a complete weight if ``init_fn`` needs one."""
     count = getattr(config, "num_embeddings", 0) or 0
     low, high = getattr(config, "weight_init_min", None), getattr(config, "weight_init_max", None)
     bound = math.sqrt(1 / count) if count else 0.05
@@ -199,14 +201,14 @@ def _initializer(config: Any) -> tuple[Any, Callable[[Tensor], Any] | None]:
         return (ZerosInitializer() if base is init.zeros_ else OnesInitializer()), None
     if not count or getattr(config, "use_virtual_table", False):
         raise ConfigError(
-            f"table {config.name!r}: init_fn must be uniform_, constant_, zeros_ or ones_ of torch.nn.init where "
-            f"num_embeddings is not the number of rows; got {base!r:.60}"
+            f"table {config.name!r}: init_fn must be uniform_, constant_, zeros_ or ones_ from torch.nn.init if "
+            f"num_embeddings is not the number of rows, got {base!r:.60}"
         )
     return uniform, fn
 
 
 def _expiry(config: Any) -> dict[str, Any]:
-    """What a virtual table's eviction policy means here."""
+    """Translate a virtual table's eviction policy into arguments of `HashTable`."""
     policy = getattr(config, "virtual_table_eviction_policy", None)
     kind = type(policy).__name__
     if policy is None or kind == "NoEvictionPolicy":
@@ -215,6 +217,6 @@ def _expiry(config: Any) -> dict[str, Any]:
         minutes = int(policy.eviction_ttl_mins)
         return {"expire_after": f"{-(-minutes // 60)}h"} if minutes else {}
     raise UnsupportedError(
-        f"table {config.name!r}: {kind} has no equivalent; leave it out and give the tables a budget, as in "
+        f"table {config.name!r}: {kind} is not supported; leave it out and give the tables a budget, for example "
         "make_table=functools.partial(shoal.HashTable, max_rows=1_000_000, evict='lfu')"
     )

@@ -14,12 +14,12 @@ from shoal.nn.read.asked import Asked, Located
 from shoal.nn.read.jagged import Jagged, as_jagged, as_joined, is_keyed, on, split_keys
 from shoal.nn.read.ops import Request
 from shoal.nn.read.plan import Feature
-from shoal.nn.read.refusal import tells_ranks
+from shoal.nn.read.refusal import notifies_ranks
 from shoal.ragged import Ragged
 
 
 class HashEmbedding(TableModule):
-    """Looks up ids, each of which has a row of its own.
+    """Looks up the row of each id.
 
     >>> import shoal, torch
     >>> from shoal.nn import HashEmbedding
@@ -27,14 +27,14 @@ class HashEmbedding(TableModule):
     >>> embedding(torch.tensor([[7, 8, 9]])).shape
     torch.Size([1, 3, 2])
 
-    A forward never writes. In training mode an unknown id gives the row that the table's initializer makes of it (zeros
-    while the table's admission filter is active), in evaluation mode zeros; its first update creates the row. For how
-    rows are updated see `EmbeddingBagCollection`.
+    A forward never writes. In training mode an unknown id gives the row that the table's initializer would create
+    (zeros while the table's admission filter is active), in evaluation mode zeros; its first update creates the row.
+    For how rows are updated see `EmbeddingBagCollection`.
 
     Args:
         table: one table for all ids, or a table per key. Ids by key are found and updated together.
-        padding_idx: an id that stands for none: zeros, no row, no gradient.
-        insert_missing: False: an unknown id is zeros in training mode, too.
+        padding_idx: an id to ignore: it gives zeros and has no row and no gradient.
+        insert_missing: False: an unknown id gives zeros in training mode, too.
         fused: see `EmbeddingBagCollection`.
     """
 
@@ -50,9 +50,9 @@ class HashEmbedding(TableModule):
         tables = self._tables
         self._read_features({name: Feature(tables.number(name)) for name in tables.named})
 
-    @tells_ranks
+    @notifies_ranks
     def forward(self, ids: Any, offsets: Tensor | None = None) -> Any:
-        """The rows of ids, in the shape that the ids came in.
+        """Return the rows of ids, in the form of the ids.
 
         An integer tensor of any shape gives ``[*shape, D]``; a ``torch.nested`` tensor in the jagged layout gives one;
         ``(values, offsets)``, lists of lists, `Ragged` and jagged objects give a `Ragged` of rows; ids by key (a
@@ -84,7 +84,7 @@ class HashEmbedding(TableModule):
         return self.ask_rows({str(key): part for key, part in parts.items()}, finish)
 
     def ask_rows(self, parts: dict[str, tuple[Any, Jagged]], finish: Callable[[dict[str, Tensor]], Any]) -> Asked:
-        """Asks for the rows of the ids of some features, ``[N, D]`` each, found together; ``finish`` gets them."""
+        """Request the rows of several features' ids, ``[N, D]`` each, with one find; ``finish`` gets them."""
         if not parts:
             return Asked(None, lambda outputs: finish({}))
         plan = self._tables.plan(len(parts) if self._tables.one else tuple(parts))
@@ -103,7 +103,7 @@ class HashEmbedding(TableModule):
 
     @staticmethod
     def checked(jagged: Jagged) -> Jagged:
-        """Refuses offsets that do not fit before anything is read."""
+        """Refuse offsets that do not fit the ids, before anything is read."""
         if jagged.offsets is None:
             return jagged
         return Jagged(jagged.values, Ragged(jagged.values, jagged.offsets).row_splits)

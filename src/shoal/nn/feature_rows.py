@@ -1,4 +1,4 @@
-"""`FeatureRows`: ids of samples to the rows that a model takes, the same in training and in a server."""
+"""`FeatureRows`: looks up and pools the rows of samples, in the same way in training and in a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.nn.combiners import FirstN
 from shoal.nn.embedding import HashEmbedding
 from shoal.nn.module import TableModule
 from shoal.nn.read.asked import Asked, Located, located
-from shoal.nn.read.refusal import tells_ranks
+from shoal.nn.read.refusal import notifies_ranks
 from shoal.table.protocol import Group, Missing
 
 
@@ -31,26 +31,26 @@ class SampleIds(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooling:
-    """How the ids of a feature become its rows: the table they are in, and how several become one."""
+    """A feature's table, and how the rows of several ids are pooled."""
 
     table: str
     dim: int
     combiner: str = "sum"
     max_length: int = 1
-    """Rows that ``firstn`` puts side by side."""
+    """Number of rows that ``firstn`` puts side by side."""
 
     def combine(self) -> Any:
-        """The combiner as modules take it."""
+        """The combiner as an argument of modules."""
         return FirstN(self.max_length) if self.combiner == "firstn" else self.combiner
 
 
 class FeatureRows(nn.Module):
-    """Samples to the rows of their ids: ``[B, F, D]``, or ``[B, sum of widths]`` where features differ in width.
+    """Returns the rows of samples: ``[B, F, D]``, or ``[B, sum of widths]`` if features differ in width.
 
     Args:
-        tables: by name.
+        tables: tables by name.
         features: how each feature is pooled, in the order of the data.
-        ragged: whether samples have offsets, so that a feature has any number of ids.
+        ragged: whether samples have offsets, so that a feature can have any number of ids.
     """
 
     def __init__(
@@ -81,32 +81,32 @@ class FeatureRows(nn.Module):
 
     @property
     def module(self) -> TableModule:
-        """The one that reads the rows."""
+        """The module that reads the rows."""
         module = self.single or self.bags or self.many
         assert module is not None
         return module
 
     def missing(self) -> Missing:
-        """How an id without a row is answered now."""
+        """Return how ids without a row are answered now: with zeros, or with their initial row."""
         return self.module.missing()
 
     def groups(self) -> list[Group]:
-        """Of the tables."""
+        """The groups of the tables."""
         return self.module.groups()
 
-    @tells_ranks
+    @notifies_ranks
     def forward(self, samples: SampleIds | Located) -> Tensor:
-        """The rows of samples, or of what `locate` made of them."""
+        """Return the rows of samples, or of the result of `locate`."""
         if isinstance(samples, Located):
             return samples.result(self)
         return self._shaped(self.module(*self._arguments(samples)), len(samples))
 
     def locate(self, samples: SampleIds) -> Located:
-        """Locates the ids of samples, before the forward that takes the result in place of them."""
+        """Locate the ids of samples before their forward, which takes the result instead of the samples."""
         return located(self, lambda: self.ask(samples))
 
     def ask(self, samples: SampleIds) -> Asked:
-        """A forward in two halves: what it reads, and what it makes of that."""
+        """Split a forward into its request and the computation of its result."""
         inner, n = self.module.ask(*self._arguments(samples)), len(samples)
         return Asked(inner.request, lambda outputs: self._shaped(inner.finish(outputs), n))
 
@@ -128,7 +128,7 @@ class FeatureRows(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Keyed:
-    """Ids by feature, as a KeyedJaggedTensor has them: the bags of the first feature, then those of the second, …"""
+    """Ids by feature in the order of a KeyedJaggedTensor: the bags of the first feature, then of the second, …"""
 
     keys: tuple[str, ...]
     values: Tensor
@@ -136,7 +136,7 @@ class Keyed:
 
     @staticmethod
     def of(samples: SampleIds, features: tuple[str, ...]) -> Keyed:
-        """The ids of samples, which have them sample by sample."""
+        """Reorder the ids of samples, which come sample by sample."""
         n, count = len(samples), len(features)
         if samples.offsets is None:
             ids = samples.ids.t().reshape(-1)

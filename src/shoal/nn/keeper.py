@@ -1,4 +1,4 @@
-"""`TableKeeper`: what all modules on one table share: who updates its rows, at which step and time, and what waits."""
+"""`TableKeeper`: the state that all modules over one table share: its step, its clock and its pending gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _making = threading.Lock()
 
 
 class TableKeeper:
-    """One table as the modules see it. It lives as long as the table, which it does not keep alive."""
+    """The shared state of all modules over one table. It lives as long as the table, but does not keep it alive."""
 
     def __init__(self, table: EmbeddingTable) -> None:
         self._table = weakref.ref(table)
@@ -35,7 +35,7 @@ class TableKeeper:
         self.dim = int(table.dim_size)
         self.device = torch.device(getattr(table, "device", None) or "cpu")
         self.handle = next(_handles)
-        """A number that no other keeper has."""
+        """A number unique to this keeper."""
         self.fused: bool | None = None
         """True: backward updates the rows. False: gradients wait. None: they wait once an optimizer holds the table."""
         self.held = False
@@ -43,22 +43,24 @@ class TableKeeper:
         """Whether gradients wait for a `SparseOptimizer`."""
         self.counter = StepCounter()
         self.clock: Callable[[], float] = time.time
-        """Tells when a write happens; what another than ``time.time`` tells is a time that was given."""
+        """Returns the time of a write; a time from any clock but ``time.time`` counts as given by the user."""
         self.pending = Pending(self)
         self.lane: Lane | None = None
-        """Who reads and updates the rows, in the order in which the modules ask; None: whoever asks, at once."""
+        """The thread that reads and updates the rows, in the order of requests; None: the calling thread does."""
         watch_scalers()
 
     @property
     def table(self) -> Any:
         table = self._table()
         if table is None:
-            raise ConfigError(f"table {self.name!r} is gone; keep it, or a module over it, for as long as it is used")
+            raise ConfigError(
+                f"table {self.name!r} was deleted; keep a reference to it, or to a module over it, while it is used"
+            )
         return table
 
     @property
     def global_step(self) -> int:
-        """Of the next update made in backward. Waits for the device once a CUDA graph has captured an update."""
+        """Number of the next update in backward. Waits for the device once a CUDA graph has captured an update."""
         return self.counter.number
 
     @global_step.setter
@@ -66,23 +68,22 @@ class TableKeeper:
         self.counter.number = number
 
     def choose(self, fused: bool | None) -> None:
-        """What a module says about ``fused``; all modules of a table agree."""
+        """Set ``fused`` as a module asks; all modules of a table must agree."""
         if fused is None:
             return
         if self.fused is not None and self.fused != fused:
             raise ConfigError(
-                f"table {self.name!r}: one module says fused={self.fused} and another fused={fused}; "
-                "all modules of a table must agree"
+                f"table {self.name!r}: all modules of a table must agree on fused, got {self.fused} and {fused}"
             )
         if fused and self.held:
             raise ConfigError(
-                f"table {self.name!r}: fused=True, but a SparseOptimizer holds the table; leave one of them out"
+                f"table {self.name!r}: fused must not be True for a table in a SparseOptimizer; drop one of the two"
             )
         self.fused = fused
         self.waits = self.held or not fused
 
     def hold(self) -> None:
-        """From now on gradients wait for a SparseOptimizer."""
+        """Have gradients wait for a SparseOptimizer from now on."""
         if self.fused:
             raise ConfigError(
                 f"table {self.name!r} updates its rows in backward (fused=True), so no optimizer can step it"
@@ -90,12 +91,12 @@ class TableKeeper:
         self.held = self.waits = True
 
     def settle(self) -> None:
-        """Waits until every update that was made is in the rows."""
+        """Wait until every submitted update has been applied to the rows."""
         if self.lane is not None:
             self.lane.settle()
 
     def time(self, req_time: Any = None) -> int:
-        """Of a write: what was given, or what the clock tells. Every table goes by the clock under a module."""
+        """Return the time of a write: the given one, or that of the clock."""
         if req_time is None:
             if self.clock is time.time:
                 return now()
@@ -103,13 +104,13 @@ class TableKeeper:
         return as_time(req_time, self.name, clocked=True)
 
     def base_lr(self) -> float:
-        """The table's own rate at step 0, of its first segment; 1 where the table does not tell."""
+        """Return the learning rate of the table's first segment at step 0; 1 if the table has no ``rates``."""
         rates = getattr(self.table, "rates", None)
         return 1.0 if rates is None else rates(0)[0]
 
 
 def keeper_of(table: EmbeddingTable) -> TableKeeper:
-    """The keeper of a table, the same one for as long as the table lives."""
+    """Return the keeper of a table, always the same one while the table lives."""
     key = id(table)
     with _making:
         known = _keepers.get(key)
@@ -123,13 +124,13 @@ def keeper_of(table: EmbeddingTable) -> TableKeeper:
 
 def _forget(key: int, ref: weakref.ref[Any]) -> None:
     known = _keepers.get(key)
-    if known is not None and known[0] is ref:  # else the number is another table's by now
+    if known is not None and known[0] is ref:  # else another table has this id() by now
         _keepers.pop(key, None)
 
 
 def _after_fork() -> None:
     global _making
-    _making = threading.Lock()  # the child does not have the thread that may hold it
+    _making = threading.Lock()  # the thread that may hold it does not exist in the child
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,4 +1,4 @@
-"""`TableModule`: what modules over tables have in common: their tables, where they put results, their state."""
+"""`TableModule`: the base class of modules over tables: their tables, the device of results, their state."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class TableModule(nn.Module):
     """A module over one table, or over tables by name.
 
     It has no parameters: rows belong to the table, and are updated by the table's own optimizer. ``state_dict`` holds
-    the rows of local tables as ``table.ids``, ``table.rows``, … (``tables.<name>.ids`` … with tables by name). Of a
-    table over ranks or servers it holds nothing, and a warning says what saves its rows. ``load_state_dict`` also takes
-    that of a TorchRec collection, whose weight ``[n, D]`` becomes the rows of ids 0 to n - 1. Rows stay where their
-    table has them; ``.to`` moves and casts what `forward` returns, which without it is where the rows are.
+    the rows of local tables as ``table.ids``, ``table.rows``, … (``tables.<name>.ids`` … with tables by name). It holds
+    nothing for a table whose rows are elsewhere, such as on servers, and warns how to save these. ``load_state_dict``
+    also accepts that of a TorchRec collection, whose weight ``[n, D]`` becomes the rows of ids 0 to n - 1. Rows stay on
+    their table's device; ``.to`` moves and casts the results of `forward`, which otherwise are on the rows' device.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class TableModule(nn.Module):
             keeper.choose(fused)
 
     def _read_features(self, features: dict[str, Feature]) -> None:
-        """Sets what is read, once the constructor knows."""
+        """Set the features to read, at the end of a constructor."""
         self._tables.features = features
-        self._probe = torch.empty(0, device=self._tables.device())  # follows .to, so that it knows where results go
+        self._probe = torch.empty(0, device=self._tables.device())  # .to moves it to the device of results
 
     @property
     def table(self) -> EmbeddingTable:
@@ -63,21 +63,21 @@ class TableModule(nn.Module):
 
     @property
     def tables(self) -> dict[str, EmbeddingTable]:
-        """By name; empty if there is one table for everything."""
+        """The tables by name; empty if there is one table for everything."""
         return {} if self._tables.one else dict(self._tables.named)
 
     @property
     def device(self) -> torch.device:
-        """Where results come out: where the first table's rows are, unless ``.to`` has moved it."""
+        """The device of results: that of the first table's rows, unless ``.to`` has changed it."""
         return self._probe.device
 
     @property
     def clock(self) -> Callable[[], float]:
-        """Tells the seconds that rows are stamped with, from which expiry counts; ``time.time`` at first.
+        """The clock, in seconds, for the timestamps of rows, from which expiry counts; ``time.time`` by default.
 
-        Set it to the time of your events when you train on a log. It belongs to the tables, with all their modules.
-        With ``time.time`` a row whose stamp is later keeps it; what another clock tells is kept as it is, but a time
-        more than a day ahead of the computer's clock is refused.
+        Set it to the time of your events when you train on a log. All modules of the tables share it. With
+        ``time.time`` a row keeps a timestamp that is later; the time of any other clock is written as it is, but a
+        time more than a day ahead of the computer's clock is refused.
         """
         return self.keepers()[0].clock
 
@@ -87,10 +87,10 @@ class TableModule(nn.Module):
             keeper.clock = clock
 
     def refresh_clock(self) -> None:
-        """Tells captured CUDA graphs the current time; call it before a replay.
+        """Give captured CUDA graphs the current time; call it before a replay.
 
         A replay counts its steps itself, on the device, but stamps rows with the time of the last call. Without CUDA
-        graphs there is nothing to do: each update asks the clock.
+        graphs it is not needed: each update reads the clock.
         """
         self._tables.refresh_clock()
 
@@ -99,11 +99,11 @@ class TableModule(nn.Module):
         return self._tables.distinct
 
     def groups(self) -> list[Group]:
-        """The groups of this module's tables, in the order in which a batch asks them."""
+        """The groups of this module's tables, in the order in which a batch calls them."""
         return self._tables.groups()
 
     def locate(self, *args: Any, **kwargs: Any) -> Located:
-        """Locates ids, given as `forward` takes them, before the forward that takes the result in place of them.
+        """Locate ids before their forward, which takes the result instead of the ids; arguments are as for `forward`.
 
         >>> import shoal, torch
         >>> from shoal.nn import HashEmbeddingBag
@@ -112,45 +112,45 @@ class TableModule(nn.Module):
         >>> bag(located).shape  # the rows are read now
         torch.Size([2, 2])
 
-        Whatever can be done without the rows is done here: ids are converted, moved to the tables' device, exchanged
-        between ranks, dealt out to servers. `shoal.train.Pipeline` does it for the next batches in another thread.
+        All work that does not need the rows is done here: ids are converted, moved to the tables' device, exchanged
+        between ranks or distributed to servers. `shoal.train.Pipeline` does this for the next batches in a thread.
         """
         return located(self, lambda: self.ask(*args, **kwargs))
 
     def ask(self, *args: Any, **kwargs: Any) -> Asked:
-        """A forward in two halves: what it reads, and what it makes of that."""
+        """Split a forward into its request and the computation of its result."""
         raise NotImplementedError
 
     def swap_tables(self, new: Mapping[int, Any]) -> None:
-        """Reads other tables from now on: ``new`` has them by the ``id()`` of those that they replace.
+        """Replace tables; ``new`` maps the ``id()`` of each replaced table to the new one.
 
-        Features, clocks, numbers of updates and how gradients are applied stay.
+        Features, clocks, update counts and ``fused`` are kept.
         """
         self._tables = self._tables.swapped(new)
 
     def _check_one(self) -> None:
         if not self._tables.one:
             raise ConfigError(
-                f"{type(self).__name__} has a table for each of {list(self._tables.named)}; give it ids by key, too"
+                f"{type(self).__name__} has one table for each of {list(self._tables.named)}, so ids must come by key"
             )
 
     def _check_key(self, key: str) -> None:
         if not self._tables.one and key not in self._tables.features:
-            raise ConfigError(f"{type(self).__name__} has tables for {list(self._tables.features)}, none for {key!r}")
+            raise ConfigError(f"{type(self).__name__} has no feature {key!r}, only {list(self._tables.features)}")
 
     def missing(self) -> Missing:
-        """How an id without a row is answered now."""
+        """Return how ids without a row are answered now: with zeros, or with their initial row."""
         return "initial" if self.training and self.insert_missing else "zeros"
 
     def _placed(self, out: Tensor) -> Tensor:
-        """A result where, and as what, the rest of the model wants it."""
+        """Convert a result to the device and dtype that ``.to`` set."""
         probe = self._probe
         return out if out.dtype is probe.dtype and out.device == probe.device else out.to(probe.device, probe.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
         probe = fn(self._probe)
         if probe.device.type not in ("cpu", "cuda"):
-            raise UnsupportedError(f"{type(self).__name__} returns results on cpu or cuda, not on {probe.device}")
+            raise UnsupportedError(f"{type(self).__name__}.to: the device must be cpu or cuda, got {probe.device}")
         self._probe = probe
         return super()._apply(fn, recurse)
 
@@ -174,13 +174,13 @@ class TableModule(nn.Module):
                 destination.update({name + part: tensor for part, tensor in tensors.items()})
             elif advice := getattr(table, "saved_by", None):
                 warnings.warn(
-                    f"{type(self).__name__}: this state_dict holds no rows of table {keeper.name!r}, which are not "
-                    f"in this process alone; save them with {advice}",
+                    f"{type(self).__name__}: this state_dict does not hold the rows of table {keeper.name!r}, because "
+                    f"they are not all in this process; save them with {advice}",
                     stacklevel=2,
                 )
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """For ``torch.distributed.checkpoint.state_dict``, which looks at attributes by the names of a state dict."""
+        """For ``torch.distributed.checkpoint.state_dict``, which reads attributes with the names of a state dict."""
         return {"table": "_any_name", "tables": "_any_name"}
 
     _any_name = AnyName()
@@ -230,7 +230,7 @@ class TableModule(nn.Module):
                 keeper.global_step = int(state_dict[name + "global_step"])
 
     def _torchrec_weights(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, tuple[str, TableKeeper]]:
-        """By the beginning of a table's own keys: the key of its weight in a ``state_dict`` of TorchRec."""
+        """Return prefix of a table's keys -> key of its weight in a TorchRec ``state_dict``, and its keeper."""
         found = {}
         for name, keeper in self._named_keepers(prefix):
             table = name.removeprefix(f"{prefix}tables.")
@@ -246,7 +246,7 @@ class TableModule(nn.Module):
         return [(f"{prefix}tables.{name}.", keeper) for name, keeper in self._tables.keepers.items()]
 
     def state_names(self) -> list[str]:
-        """The keys of the tables in this module's own ``state_dict`` that must be there."""
+        """Return the keys of the tables that must be in this module's own ``state_dict``."""
         return [
             name + part
             for name, keeper in self._named_keepers("")

@@ -1,4 +1,4 @@
-"""`SparseOptimizer`: steps the rows of tables when the user says so, as a `torch.optim.Optimizer`."""
+"""`SparseOptimizer`: a `torch.optim.Optimizer` whose ``step`` updates the rows of tables."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ class SparseOptimizer(torch.optim.Optimizer):
     >>> table.lookup(torch.tensor([7, 8])).tolist()
     [[-2.0], [-1.0]]
 
-    From the moment it is made, backward no longer changes the rows of its tables. The gradients of an id are summed
-    over all backwards since the last step, over all modules on its table and all threads, and make one step.
-    `zero_grad` drops what waits. Tables of modules made with ``fused=True`` look after themselves and are left out.
+    Once it exists, backward no longer changes the rows of its tables. The gradients of an id are summed over all
+    backward passes since the last step, over all modules on its table and all threads, and make one step.
+    `zero_grad` drops pending gradients. Tables of modules made with ``fused=True`` update in backward and are left out.
 
-    There is one parameter group per table: ``{"table": name, "lr": …}``. ``lr`` begins as the table's own rate; setting
-    it, by hand or by any ``torch.optim.lr_scheduler``, multiplies the table's rates (those of all segments, and what a
-    schedule gives) by ``lr`` over what it was.
+    There is one parameter group per table: ``{"table": name, "lr": …}``. ``lr`` starts as the table's own rate; setting
+    it, by hand or with any ``torch.optim.lr_scheduler``, multiplies the table's rates (of all segments, including
+    schedules) by ``lr`` divided by that initial rate.
 
-    Under a `torch.amp.GradScaler` it is used as torch's own optimizers are: ``scaler.step(optimizer)`` divides the
-    gradients by the scale, and leaves the step out if one of them is NaN or infinite. Call ``zero_grad`` for each batch
-    then: gradients whose step was left out would wait on.
+    With a `torch.amp.GradScaler` it works like torch's own optimizers: ``scaler.step(optimizer)`` divides the gradients
+    by the scale, and skips the step if one of them is NaN or infinite. Call ``zero_grad`` for each batch: gradients of
+    a skipped step would otherwise stay pending.
 
     Args:
-        modules: a model, modules or tables; whatever holds the tables to step.
-        lr: for every table, in place of its own.
+        modules: a model, modules or tables that contain the tables to step.
+        lr: the rate of every table, instead of its own.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class SparseOptimizer(torch.optim.Optimizer):
             check_rate(lr, "SparseOptimizer: lr")
         keepers = [keeper for keeper in _keepers(modules) if not keeper.fused]
         if not keepers:
-            raise ConfigError("SparseOptimizer: the modules have no table whose gradients wait for a step")
+            raise ConfigError("SparseOptimizer: modules must have a table that is not fused=True, got none")
         groups = []
         for keeper in keepers:
             base = keeper.base_lr()
             group = {"params": [RowParameter.of(keeper.pending)], "lr": base if lr is None else lr, "base_lr": base}
             groups.append(group | {"table": keeper.table.name})
         self.global_step = 0
-        """Of the next `step`."""
+        """The number of the next `step`."""
         super().__init__(groups, {"lr": 0.0})
         self._keepers = keepers
-        # gradients may wait for a table that no module holds any more
+        # Gradients may wait for a table that no module holds any longer.
         self._tables = [keeper.table for keeper in keepers]
         for keeper in keepers:
             keeper.hold()
@@ -85,17 +85,17 @@ class SparseOptimizer(torch.optim.Optimizer):
         req_time: int | None = None,
         closure: Callable[[], Any] | None = None,
     ) -> Any:
-        """Applies what waits, and leaves nothing waiting.
+        """Apply all pending gradients and clear them.
 
         Args:
-            global_step: for learning-rate schedules; by default the number of steps so far. A closure may stand in its
-                place, as with torch's own optimizers.
-            req_time: seconds to stamp the rows with; by default now.
+            global_step: for learning-rate schedules; by default the number of steps so far. A closure is accepted in
+                its place, as by torch's own optimizers.
+            req_time: the rows' timestamp in seconds; by default now.
             closure: computes the loss and its gradients first; its result is returned.
 
         Raises:
             ConfigError: a gradient is NaN or infinite and its table's policy is to raise. The tables of its group are
-                as they were and their gradients still wait: clip them or call `zero_grad`. Groups before it have been
+                unchanged and their gradients stay pending: clip them or call `zero_grad`. Groups before it have been
                 stepped.
         """
         loss = None
@@ -130,13 +130,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients that wait."""
+        """Drop the pending gradients."""
         clear_pending(self._keepers)
 
     def gradients(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """What waits, by table: distinct ids and their summed gradients. Changing the latter in place counts.
+        """Return the pending gradients by table: distinct ids and their summed gradients, which `step` will use.
 
-        Of tables with one name the second is ``name#2``, and so on.
+        Gradients can be changed in place. If tables share a name, the second is ``name#2``, and so on.
         """
         found, seen = {}, Counter()
         for keeper in self._keepers:
@@ -147,18 +147,18 @@ class SparseOptimizer(torch.optim.Optimizer):
         return found
 
     def clip_grad_norm(self, max_norm: float, **options: Any) -> Tensor:
-        """`shoal.nn.clip_grad_norm` of what waits here, with ``parameters=`` of the dense part together."""
+        """Call `shoal.nn.clip_grad_norm` for the pending gradients; ``parameters=`` adds dense parameters."""
         from shoal.nn.clip import clip_grad_norm
 
         return clip_grad_norm(self, max_norm, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_keepers"):
-            raise ConfigError("SparseOptimizer: its tables are those it was made with; make another for further ones")
+            raise ConfigError("SparseOptimizer: tables cannot be added later; make another optimizer for them")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Learning rates and the step; the rows' optimizer state is with the rows, in the modules' ``state_dict``."""
+        """Return learning rates and the step; the optimizer state of rows is in the modules' ``state_dict``."""
         return super().state_dict() | {"global_step": self.global_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
 
 def _in_step(units: list[Unit]) -> list[list[Unit]]:
-    """Updates that are made together: groups over the same ranks share their exchange."""
+    """Divide updates into batches that run together: groups over the same ranks share their exchange."""
     batches: dict[Any, list[Unit]] = {}
     for number, unit in enumerate(units):
         shares = unit.group.traits.shares
@@ -180,8 +180,8 @@ def _in_step(units: list[Unit]) -> list[list[Unit]]:
 def _check_not_captured(unit: Unit) -> None:
     if unit.group.traits.capturable and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            f"table {unit.keepers[0].name!r}: SparseOptimizer.step cannot be captured in a CUDA graph: replays would "
-            "keep its step, time and learning rate; have backward update the rows (fused=True)"
+            f"table {unit.keepers[0].name!r}: SparseOptimizer.step cannot be captured in a CUDA graph, because replays "
+            "would repeat its step, time and learning rate; update the rows in backward (fused=True) instead"
         )
 
 
@@ -191,8 +191,8 @@ def _factor(group: dict[str, Any]) -> float:
         return 1.0
     if base == 0:
         raise ConfigError(
-            f"SparseOptimizer: table {group['table']!r} has a learning rate of 0, which lr={lr:g} cannot scale; "
-            "give the table a rate"
+            f"SparseOptimizer: table {group['table']!r} must have a learning rate other than 0 to be scaled to "
+            f"lr={lr:g}; set the rate of the table's optimizer"
         )
     return lr / base
 
@@ -209,6 +209,6 @@ def _keepers(modules: Any) -> list[TableKeeper]:
             for one in thing:
                 yield from each(one)
         else:
-            raise ConfigError(f"SparseOptimizer: members must be modules or tables, got {type(thing).__name__}")
+            raise ConfigError(f"SparseOptimizer: modules must be modules or tables, got {type(thing).__name__}")
 
     return list(dict.fromkeys(each(modules)))

@@ -16,11 +16,11 @@ from shoal.nn.read.asked import Asked, Located
 from shoal.nn.read.jagged import Jagged, as_jagged, as_joined, is_keyed, split_keys
 from shoal.nn.read.ops import check_bags
 from shoal.nn.read.plan import Feature
-from shoal.nn.read.refusal import tells_ranks
+from shoal.nn.read.refusal import notifies_ranks
 
 
 class EmbeddingCollection(HashEmbedding):
-    """Looks up the ids of several features, each in its table; a row for each id, in order.
+    """Looks up the ids of several features, each in its own table, and returns one row per id, in order.
 
     >>> import torch
     >>> from shoal.nn import EmbeddingCollection, EmbeddingConfig
@@ -29,16 +29,16 @@ class EmbeddingCollection(HashEmbedding):
     >>> rows["clicked"].values.shape, rows["shown"].row_splits.tolist()
     (torch.Size([2, 4]), [0, 1, 2])
 
-    It takes the place of TorchRec's ``EmbeddingCollection``: a ``KeyedJaggedTensor`` gives a dict of ``JaggedTensor``.
+    It replaces TorchRec's ``EmbeddingCollection``: a ``KeyedJaggedTensor`` gives a dict of ``JaggedTensor``.
     Tables may differ in dim, optimizer, kind and device. For unknown ids and updates see `EmbeddingBagCollection`.
 
     Args:
-        tables: by name; or a list of TorchRec's configurations or of `EmbeddingConfig`, for each of which a table is
-            made.
-        features: name of each feature -> name of its table; by default a feature per table, of the same name.
-            Configurations name theirs.
-        need_indices: a ``JaggedTensor`` has the ids of its rows as weights.
-        device, optimizer, make_table: of tables made from configurations; see `EmbeddingBagCollection`, also for the
+        tables: tables by name, or a list of TorchRec's configurations or of `EmbeddingConfig`, for each of which a
+            table is created.
+        features: name of each feature -> name of its table; by default one feature per table, with the same name.
+            Leave it out with configurations, which name their features.
+        need_indices: give each ``JaggedTensor`` the ids of its rows as weights.
+        device, optimizer, make_table: for tables made from configurations; see `EmbeddingBagCollection`, also for the
             other arguments.
     """
 
@@ -73,12 +73,12 @@ class EmbeddingCollection(HashEmbedding):
         self._configured = made
         self._need_indices = need_indices
 
-    @tells_ranks
+    @notifies_ranks
     def forward(self, ids: Any) -> dict[str, Any]:  # pyrefly: ignore[bad-override]
-        """The rows of each feature's ids, by feature: ``JaggedTensor`` for a ``KeyedJaggedTensor``, else a `Ragged` (or
-        ``[*shape, D]`` for a tensor of ids).
+        """Return the rows of each feature's ids, by feature: ``JaggedTensor`` for a ``KeyedJaggedTensor``, else a
+        `Ragged` (or ``[*shape, D]`` for a tensor of ids).
 
-        A batch made for configurations must have the keys that these name, and may have others. Otherwise it may have
+        With configurations, a batch must have the keys that these name, and may have others. Without, it may have only
         some of the features.
         """
         return ids.result(self) if type(ids) is Located else self.ask(ids).result()
@@ -114,7 +114,7 @@ class EmbeddingCollection(HashEmbedding):
         return self.ask_rows({str(key): part for key, part in zip(keys, parts, strict=True)}, finish)
 
     def embedding_configs(self) -> list[Any]:
-        """The configurations that the tables were made of, or that describe them, as TorchRec's modules have it."""
+        """Return the configurations that the tables were made from or that describe them (a TorchRec method)."""
         if self._configured is not None:
             return self._configured.configs
         return [
@@ -123,22 +123,22 @@ class EmbeddingCollection(HashEmbedding):
         ]
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """The names of the results of each table; ``key@table`` for a key that several tables read."""
+        """Return the names of each table's results; ``key@table`` for a key that several tables read."""
         if self._configured is not None:
             return self._configured.by_table
         return [[name for name, of in self._of_table.items() if of == table] for table in self._tables.named]
 
     def embedding_dim(self) -> int:
-        """Of all tables.
+        """Return the dim of all tables.
 
         Raises:
-            ConfigError: they differ.
+            ConfigError: the tables' dims differ.
         """
         dims = {name: int(table.dim_size) for name, table in self._tables.named.items()}
         if len(set(dims.values())) > 1:
-            raise ConfigError(f"{type(self).__name__}: tables must have one dim to tell it, but they have {dims}")
+            raise ConfigError(f"{type(self).__name__}.embedding_dim: all tables must have the same dim, got {dims}")
         return next(iter(dims.values()))
 
     def need_indices(self) -> bool:
-        """Whether results have the ids of their rows."""
+        """Whether results include the ids of their rows."""
         return self._need_indices

@@ -1,4 +1,4 @@
-"""One op, one place: its schema, checks, CPU kernel, plain-torch reference, fake kernel and gradient."""
+"""`Op`: the schema, checks, CPU kernel, plain-torch reference, fake kernel and gradient of one op."""
 
 from __future__ import annotations
 
@@ -23,14 +23,20 @@ _is_compiling = torch.compiler.is_compiling
 class Op:
     """A `torch.library` op of the namespace ``shoal``.
 
-    ``check(*args)`` raises on arguments that do not fit together and runs before any implementation. ``cpu(*args)``
-    is the native path; ``cuda`` names a function of `shoal.ops.cuda`, ``"module:function"``, imported on its first call
-    (Triton stays out of `import shoal`); ``reference(*args)`` has the same meaning in plain torch, and serves every
-    other device. On CUDA, arguments on the CPU follow the others to the device, except those whose numbers in the
-    schema are in ``host``. An op that ``sums`` with atomics takes its reference where
-    `torch.use_deterministic_algorithms` is on (and more than a warning). A ``backward`` is the gradient of another op:
-    to differentiate it once more raises, since there are no second derivatives.
     A plain eager call that needs no gradient skips the dispatcher, which would cost more than a small op itself.
+
+    Args:
+        schema: name, arguments and results, as for `torch.library.define`.
+        cpu: the native implementation.
+        reference: the same in plain torch, used on every other device.
+        fake: computes only shapes and dtypes, while torch traces.
+        check: raises on arguments that do not fit together; runs before every implementation.
+        cuda: ``"module:function"`` in `shoal.ops.cuda`, imported on the first call, so that `import shoal` does not
+            load Triton.
+        host: indices of the arguments that stay on the CPU; the others are moved to the CUDA device.
+        sums: the kernel sums with atomics; the reference is used instead if `torch.use_deterministic_algorithms` is on
+            (not ``warn_only``).
+        backward: the op is the gradient of another one, and raises if it is differentiated.
     """
 
     all: ClassVar[dict[str, Op]] = {}
@@ -69,23 +75,23 @@ class Op:
             torch.library.register_autograd(f"shoal::{self.name}", self._no_second_derivative, lib=_LIBRARY)
 
     def register_gradient(self, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-        """Connects the op to autograd; both functions are as for `torch.library.register_autograd`."""
+        """Connect the op to autograd; both functions are as for `torch.library.register_autograd`."""
         self.differentiable = True
         torch.library.register_autograd(f"shoal::{self.name}", backward, setup_context=setup_context, lib=_LIBRARY)
 
     def _no_second_derivative(self, ctx: Any, *grads: Any) -> Any:
-        raise UnsupportedError(f"shoal::{self.name} is a gradient, and second derivatives are not offered")
+        raise UnsupportedError(f"shoal::{self.name} is a gradient; second derivatives are not supported")
 
     @cached_property
     def kernel(self) -> Callable[..., Any]:
-        """What runs on CUDA, without the checks; the reference where there is no Triton."""
+        """The CUDA implementation, without the checks; the reference if Triton is not installed."""
         if self._cuda is None or importlib.util.find_spec("triton") is None:
             return self.reference
         module, _, function = self._cuda.partition(":")
         return getattr(importlib.import_module(f"shoal.ops.cuda.{module}"), function)
 
     def run_kernel(self, *args: Any) -> Any:
-        """The checks, then `kernel`, wherever the tensors are; the tests run it in Triton's interpreter."""
+        """Run the checks and `kernel` on tensors of any device; tests use Triton's interpreter."""
         if self.check is not None:
             self.check(*args)
         return self.kernel(*args)
@@ -94,7 +100,7 @@ class Op:
         if self.check is not None:
             self.check(*args)
         device = next(t.device for t in _tensors(args) if t.is_cuda)
-        args = tuple(arg if i in self._host else _follow(arg, device) for i, arg in enumerate(args))
+        args = tuple(arg if i in self._host else _move(arg, device) for i, arg in enumerate(args))
         strict = torch.are_deterministic_algorithms_enabled()
         strict = strict and not torch.is_deterministic_algorithms_warn_only_enabled()
         kernel = self.reference if self._sums and strict else self.kernel
@@ -127,7 +133,7 @@ _CPU, _CUDA = 1, 2
 
 
 def _plain_device(args: Sequence[Any]) -> int:
-    """Where the tensors are, when all are ordinary ones that nobody traces or differentiates, else 0."""
+    """The device of the tensors, if all are plain and neither traced nor differentiated, else 0."""
     if _dispatch_modes():
         return 0
     grad = torch.is_grad_enabled()
@@ -154,7 +160,7 @@ def _plain_device(args: Sequence[Any]) -> int:
                 elif isinstance(item, Tensor):
                     return 0
                 else:
-                    break  # a list holds one kind of thing
+                    break  # the elements of a list have one type
         elif isinstance(arg, Tensor):
             return 0
     return found
@@ -168,7 +174,7 @@ def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
             yield from (item for item in arg if isinstance(item, Tensor))
 
 
-def _follow(arg: Any, device: torch.device) -> Any:
+def _move(arg: Any, device: torch.device) -> Any:
     if isinstance(arg, Tensor):
         return arg.to(device) if arg.is_cpu else arg
     if isinstance(arg, list) and any(isinstance(item, Tensor) and item.is_cpu for item in arg):
@@ -177,5 +183,5 @@ def _follow(arg: Any, device: torch.device) -> Any:
 
 
 def new_size() -> Any:
-    """Inside a fake kernel: a size that only the data can tell."""
+    """A data-dependent size, inside a fake kernel."""
     return torch.library.get_ctx().new_dynamic_size()

@@ -11,11 +11,11 @@ from shoal.ops import checks
 from shoal.switches import other_program_switch
 
 ALIGN = 16
-"""Floats (64 bytes) to which each tensor's place is padded."""
+"""Each tensor is padded to a multiple of this many floats (64 bytes)."""
 
 
 def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
-    """Flattens, scales and stores tensors one after another, each padded with zeros to a multiple of ``ALIGN``.
+    """Flatten, scale and concatenate tensors, each padded with zeros to a multiple of ``ALIGN``.
 
     Gradients flow to the inputs. ``scale`` is a number or a tensor with one element.
 
@@ -28,7 +28,7 @@ def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
         return torch.zeros(0, dtype=torch.float32, device=None)
     if any(part.dtype != parts[0].dtype for part in parts):
         raise ConfigError(f"{op}: all inputs must have one dtype, got {sorted({str(p.dtype) for p in parts})}")
-    if _alike(parts) and isinstance(scale, int | float):
+    if _fits_kernel(parts) and isinstance(scale, int | float):
         from shoal.ops.cuda.concat import flat_concat
 
         with torch.cuda.device(parts[0].device) if parts[0].is_cuda else contextlib.nullcontext():
@@ -51,8 +51,8 @@ def aligned_flat_concat(inputs: Any, scale: Any = 1.0) -> Tensor:
     return flat * torch.as_tensor(scale, device=flat.device).reshape(()).to(flat)
 
 
-def _alike(parts: list[Tensor]) -> bool:
-    """Whether one kernel can join them: plain numbers of one device, which nobody differentiates or traces."""
+def _fits_kernel(parts: list[Tensor]) -> bool:
+    """Whether one kernel can join them: plain tensors on one device, neither differentiated nor traced."""
     if torch.compiler.is_compiling() or parts[0].dtype not in (torch.float32, torch.float64):
         return False
     if torch._C._len_torch_dispatch_stack() or not (parts[0].is_cuda or other_program_switch("TRITON_INTERPRET")):
@@ -65,7 +65,7 @@ def _alike(parts: list[Tensor]) -> bool:
 
 
 def aligned_flat_split(inputs: Any, flat: Any) -> list[Tensor]:
-    """The inverse: views of ``flat`` with the shapes of ``inputs``, of which only the shapes are used."""
+    """Return views of ``flat`` with the shapes of ``inputs``, the inverse of `aligned_flat_concat`."""
     op = "aligned_flat_split"
     flat = checks.floats(flat, op, "flat")
     if flat.dim() != 1:

@@ -1,4 +1,4 @@
-"""What the ops accept at the door: tensors or nested lists, converted to the documented dtype, or an error by name."""
+"""Conversion of the ops' arguments, tensors or nested lists, to the documented dtypes, with errors that name them."""
 
 import operator
 from collections.abc import Sequence
@@ -52,17 +52,17 @@ def floats(value: Any, op: str, name: str) -> Tensor:
 
 
 def fit_empty(value: Tensor, *row: int) -> Tensor:
-    """Rows of the given shape where an empty list came, which says nothing of its rows."""
+    """Give an empty list, which has no row shape, rows of the given shape."""
     return value.reshape(0, *row) if value.dim() == 1 and value.shape[0] == 0 else value
 
 
 def constant(value: Tensor) -> Tensor:
-    """What an op takes to which no gradient flows."""
+    """Detach an input that gets no gradient."""
     return value.detach() if value.requires_grad else value
 
 
 def scaled(grads: list[Tensor], scale: Any, op: str, name: str) -> tuple[list[Tensor], float]:
-    """Gradients, and the number by which a kernel multiplies them; a traced tensor has none yet and multiplies here."""
+    """Return the gradients and the kernel's factor; a traced ``scale`` has no value yet, so it is applied here."""
     if isinstance(scale, int | float):
         return grads, float(scale)
     scale = scale if isinstance(scale, Tensor) else torch.as_tensor(scale, device="cpu")
@@ -74,7 +74,7 @@ def scaled(grads: list[Tensor], scale: Any, op: str, name: str) -> tuple[list[Te
 
 
 def number(value: Any, op: str, name: str) -> int:
-    """A Python int out of an int or of a tensor (or list) with one element; a symbolic one while tracing."""
+    """A Python int from an int, or from a tensor or list with one element; symbolic while tracing."""
     if isinstance(value, int | torch.SymInt):
         return value  # type: ignore[return-value]
     value = int64(value, op, name)
@@ -84,7 +84,7 @@ def number(value: Any, op: str, name: str) -> int:
 
 
 def int_list(values: Any, op: str, name: str, *, least: int = 0) -> list[int]:
-    """A list of Python ints out of a sequence or a 1-D tensor."""
+    """A list of Python ints from a sequence or a 1-D tensor."""
     if isinstance(values, Tensor):
         values = values.tolist()
     try:
@@ -101,7 +101,7 @@ def _index(value: Any) -> Any:
 
 
 def tensors(values: Any, op: str, name: str) -> Sequence[Any]:
-    """A list (or tuple) of whatever the caller converts next."""
+    """Check that ``values`` is a list or tuple; the caller converts its elements."""
     if not isinstance(values, list | tuple):
         raise ConfigError(f"{op}: {name} must be a list of tensors, got {type(values).__name__}")
     return values
@@ -152,6 +152,6 @@ def ragged(value: Any, op: str, name: str) -> Ragged:
 
 
 def check_same(op: str, what: str, got: int, rule: str, wanted: int) -> None:
-    """Raises unless two sizes agree: ``op: what is got, but rule is wanted``."""
+    """Raise ``op: what is got, but rule is wanted`` unless the sizes agree."""
     if got != wanted:
         raise ConfigError(f"{op}: {what} is {got}, but {rule} is {wanted}")

@@ -13,7 +13,7 @@ from shoal.ragged import Ragged
 
 
 def fused_value_rowids(rt: Ragged) -> Tensor:
-    """The row that holds each flat position of a ragged tensor, int64; kept on ``rt`` and made once.
+    """The row of each flat position of a ragged tensor, int64; cached on ``rt``.
 
     >>> fused_value_rowids(Ragged.from_lists([[], [7, 8], [9]])).tolist()
     [1, 1, 2]
@@ -33,11 +33,11 @@ def fused_value_rowids(rt: Ragged) -> Tensor:
 
 
 def normalize_merged_split(row_split: Any, row_split_size: Any) -> Tensor:
-    """Row splits of several ragged tensors concatenated.
+    """The row splits of several ragged tensors as those of one.
 
     Args:
-        row_split: int64 ``[n]``: their row splits glued end to end, each starting at 0.
-        row_split_size: int32 ``[k]``: the length of each, at least 1, adding up to ``n``.
+        row_split: int64 ``[n]``: the concatenated row splits, each starting at 0.
+        row_split_size: int32 ``[k]``: the length of each, at least 1; they add up to ``n``.
 
     Returns:
         int64 ``[n + 1 - k]``.
@@ -50,15 +50,16 @@ def normalize_merged_split(row_split: Any, row_split_size: Any) -> Tensor:
 
 
 def row_ids_reference(row_splits: Tensor, length: int) -> Tensor:
-    """The meaning of `fused_value_rowids`, in plain torch."""
+    """`fused_value_rowids` in plain torch."""
     return torch.arange(row_splits.shape[0] - 1, device=row_splits.device).repeat_interleave(row_splits.diff())
 
 
 def normalize_merged_split_reference(row_split: Tensor, row_split_size: Tensor) -> Tensor:
-    """The meaning of `normalize_merged_split`, in plain torch."""
+    """`normalize_merged_split` in plain torch."""
     if row_split_size.numel() < 1 or int(row_split_size.min()) < 1 or int(row_split_size.sum()) != row_split.numel():
         raise ConfigError(
-            f"normalize_merged_split: sizes {row_split_size.tolist()} do not cut {row_split.numel()} entries"
+            f"normalize_merged_split: row_split_size must be positive numbers that add up to {row_split.numel()}, "
+            f"got {row_split_size.tolist()}"
         )
     pieces, base = [], 0
     for i, piece in enumerate(row_split.split(row_split_size.tolist())):
@@ -76,7 +77,7 @@ def _row_ids_cpu(row_splits: Tensor, length: int) -> Tensor:
 
 def _normalize_cpu(row_split: Tensor, row_split_size: Tensor) -> Tensor:
     row_split, sizes = row_split.contiguous(), row_split_size.contiguous()
-    # Too many sizes cannot fit: the kernel says so before it writes.
+    # With too many sizes the kernel raises before it writes.
     out = row_split.new_empty(max(0, row_split.numel() + 1 - sizes.numel()))
     _core.normalize_merged_split(
         row_split.data_ptr(), row_split.numel(), sizes.data_ptr(), sizes.numel(), out.data_ptr()

@@ -1,4 +1,4 @@
-"""`sharding_sparse_fids`: deals the fids of a batch out to tables and shards, and says where each one went."""
+"""`sharding_sparse_fids`: distribute a batch's fids to tables and shards, and return the position of each."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -19,14 +19,14 @@ _EXAMPLE_BATCH = 2
 
 
 class ShardedFids(NamedTuple):
-    """What `sharding_sparse_fids` returns. List ``table * ps_num + shard`` holds one table's ids for one shard."""
+    """The result of `sharding_sparse_fids`. List ``table * ps_num + shard`` holds one table's ids for one shard."""
 
     shards: dict[str, Tensor]
     """``"<table>:<shard>"`` -> int64 ids: feature by feature in sorted order, each in order of first occurrence."""
     fid_offset: Tensor
-    """int64 bits per id occurrence: list number in the upper half, float offset in the list's buffer in the lower."""
+    """int64 per id occurrence: the upper 32 bits are the list, the lower ones the float offset in its buffer."""
     feature_offset: Tensor
-    """int32: where each row starts in ``fid_offset``, and the total."""
+    """int32: the start of each row in ``fid_offset``, then the total."""
     nfl_offset: Tensor
     """int64 holding uint32: each feature's first row, bit 31 set if it is shared, and ``len(feature_offset)``."""
     batch_size: Tensor
@@ -36,7 +36,7 @@ class ShardedFids(NamedTuple):
     emb_size: Tensor
     """int32: floats per list."""
     shards_row_split: dict[str, Tensor]
-    """Per list, int64: where each of the table's features starts in it."""
+    """Per list, int64: the start of each of the table's features."""
     shards_row_split_size: dict[str, Tensor]
 
 
@@ -49,17 +49,17 @@ def sharding_sparse_fids(
     *,
     version: int = 5,
 ) -> ShardedFids:
-    """Shards the fids of a batch.
+    """Shard the fids of a batch.
 
     Args:
         batch: a dict ``{feature: Ragged or list of B id lists}`` of v2 ids (with ``example_batch``, a 1-D tensor is a
             feature that all samples share); or a list of B serialized ``Example`` or ``Instance`` messages, or one
-            serialized ``ExampleBatch``. Message objects do, too. Names without a configuration are ignored.
+            serialized ``ExampleBatch``, or message objects. Names without a configuration are ignored.
         ps_num: shards per table; 0 means 1. An id's shard is its remainder.
         feature_cfgs: `FeatureConfigs`.
-        unique: list an id once per feature (True) or at every occurrence.
+        unique: whether an id is listed once per feature, or at every occurrence.
         input_type: ``example``, ``example_batch`` (or ``examplebatch``) or ``instance``.
-        version: of `fused_embedding_to_layout`, for which the offsets are made.
+        version: the version of `fused_embedding_to_layout` that will read the offsets.
 
     A negative v2 id raises, and so do lists whose embeddings have 2^31 floats or more.
     """
@@ -72,7 +72,7 @@ def sharding_sparse_fids(
     plan = plan_of(feature_cfgs)
     table_names = _table_names(feature_cfgs)
     shards = max(1, int(ps_num))
-    # `keep` holds what the addresses in `columns` point into until finish has returned.
+    # `keep` keeps the memory behind the addresses in `columns` alive until finish has returned.
     if isinstance(batch, Mapping):
         columns, batch_size, keep = _from_dict(batch, plan, kind)
     else:
@@ -119,7 +119,10 @@ def _table_names(feature_cfgs: Any) -> list[str]:
 def _serialized(batch: Any, kind: int) -> list[bytes]:
     if isinstance(batch, bytes | bytearray | memoryview) or hasattr(batch, "SerializeToString"):
         if kind != _EXAMPLE_BATCH:
-            raise ConfigError(f"{_OP}: this input_type takes a list of messages, got one {type(batch).__name__}")
+            raise ConfigError(
+                f"{_OP}: batch must be a list of messages unless input_type is example_batch, got one "
+                f"{type(batch).__name__}"
+            )
         batch = [batch]
     messages = []
     for message in batch:
@@ -156,9 +159,11 @@ def _from_dict(batch: Mapping[str, Any], plan: Plan, kind: int) -> tuple[list[tu
             raise ConfigError(f"{_OP}: feature {name!r} has {value.nrows()} samples, others have {size}")
         size = value.nrows()
         given[name] = value.tensor.cpu().contiguous(), value.row_splits.cpu().contiguous(), False
-    size = ignored if size is None else size  # the batch may hold none of our features
+    size = ignored if size is None else size  # the batch may have none of the configured features
     if size is None and given:
-        raise ConfigError(f"{_OP}: all features are shared, so nothing tells the batch size; give one that is not")
+        raise ConfigError(
+            f"{_OP}: all features are shared, so the batch size is unknown; pass at least one that is not shared"
+        )
     size = size or 0
     absent_splits = torch.zeros(2 if kind == _EXAMPLE_BATCH else size + 1, dtype=torch.int64, device="cpu")
     absent = torch.empty(0, dtype=torch.int64, device="cpu"), absent_splits, kind == _EXAMPLE_BATCH

@@ -1,1 +1,1 @@
-"""Reading rows: what a user may call a batch, which groups answer it, and the op with its gradient."""
+"""Reading rows: the accepted forms of a batch, the calls of groups that answer it, and the op with its gradient."""

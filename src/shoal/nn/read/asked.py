@@ -1,4 +1,4 @@
-"""What a forward asks of the tables, before it reads: `Asked`, and `Located`, which looked for the rows already."""
+"""`Asked`: a forward's request before it reads rows; `Located`: one whose rows have been located."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.nn.read.ops import Request, find_ahead, read, read_ahead
-from shoal.nn.read.refusal import tell_ranks
+from shoal.nn.read.refusal import notify_ranks
 from shoal.table.protocol import Missing
 
 
 class Asked(NamedTuple):
-    """A forward in two halves: what it reads, and what becomes of that."""
+    """A forward in two parts: the request, and the function that computes the result from the rows."""
 
     request: Request | None
     """None: nothing is read."""
     finish: Callable[[list[Tensor]], Any]
-    """What the forward returns, from what `read` does."""
+    """Computes the result of the forward from that of `read`."""
 
     def result(self) -> Any:
-        """What the forward returns."""
+        """Return the result of the forward."""
         return self.finish([] if self.request is None else read(self.request))
 
 
 class Located:
-    """Ids that a module located before its forward, which takes this in place of them and reads the rows as they are
-    then. It is not used up: a forward that is computed again takes it again.
+    """Ids that a module located before its forward, which takes this object instead of the ids and reads the current
+    rows. It can be used several times, for example when a forward is recomputed.
 
-    Over ranks, `TableModule.locate` is a call that all of them make together, as a forward is.
+    Over ranks, `TableModule.locate` is a collective call, as a forward is.
     """
 
     def __init__(self, module: Any, asked: Asked) -> None:
@@ -42,22 +42,21 @@ class Located:
         self._asked = Asked(request, asked.finish)
 
     def read(self) -> Located:
-        """Reads the rows now, for the forward to take: it does not see updates that come between."""
+        """Read the rows now; the forward uses these and does not see later updates."""
         if self._asked.request is not None:
             read_ahead(self._asked.request)
         return self
 
     def fits(self, module: Any) -> bool:
-        """Whether a forward of the module, as it is now, may take this."""
+        """Whether a forward of the module, in its current mode, can take this."""
         request = self._asked.request
         return module is self._module and (request is None or request.missing == module.missing())
 
     def result(self, module: Any) -> Any:
-        """What the module's forward returns."""
+        """Return the result of the module's forward."""
         if module is not self._module:
             raise ConfigError(
-                f"{type(module).__name__} got ids that another module has located; a module takes what its own "
-                "locate() returned"
+                f"{type(module).__name__}.forward must get the result of its own locate(), got that of another module"
             )
         if not self.fits(module):
             raise ConfigError(
@@ -67,7 +66,7 @@ class Located:
         return self._asked.result()
 
     def tensors(self) -> Sequence[Tensor]:
-        """All that it holds, for streams that have to know."""
+        """Return all tensors that it holds, to record them on CUDA streams."""
         request = self._asked.request
         if request is None:
             return []
@@ -79,9 +78,9 @@ class Located:
 
 
 def located(module: Any, ask: Callable[[], Asked], missing: Missing | None = None) -> Located:
-    """What a module asks for, located. Where that fails, the other ranks are told.
+    """Locate the ids of a module's request; on failure notify the other ranks.
 
-    ``missing``: how the forward will answer ids without a row, where the module's mode of now may be another.
+    ``missing``: how the forward will answer ids without a row, if not as in the module's current mode.
     """
     try:
         asked = ask()
@@ -89,5 +88,5 @@ def located(module: Any, ask: Callable[[], Asked], missing: Missing | None = Non
             asked = asked._replace(request=asked.request._replace(missing=missing))
         return Located(module, asked)
     except Exception as error:
-        tell_ranks(module.groups(), error)
+        notify_ranks(module.groups(), error)
         raise

@@ -1,4 +1,4 @@
-"""What a combiner does to the rows of bags: its name, its number, and what is done where groups do not pool."""
+"""Combiners by name and number, and the combination of rows that groups do not pool."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from shoal.ragged import Ragged
 from shoal.table.pooling import pool
 from shoal.table.protocol import FIRSTN, MAX, MEAN, SQRTN, SUM
 
-CUSTOM = 5  # what the combiner itself does, in torch
+CUSTOM = 5  # a `Combiner` with its own ``combine``, in torch
 KINDS = {"sum": SUM, "mean": MEAN, "sqrtn": SQRTN, "max": MAX, "firstn": FIRSTN}
 _COMBINERS = {ReduceSum: SUM, ReduceMean: MEAN, FirstN: FIRSTN}
 
 
 def features_of(who: str, tables: Mapping[str, int], combiner: Any, max_length: int | None) -> dict[str, Feature]:
-    """By name: a feature for each name of ``tables``, which says the number of its table."""
+    """Return features by name; ``tables`` maps each feature's name to the number of its table."""
     each = combiner if isinstance(combiner, Mapping) else dict.fromkeys(tables, combiner)
     each = {str(name): one for name, one in each.items()}
     if each.keys() != tables.keys():
         raise ConfigError(f"{who}: combiner must have an entry for each of {list(tables)}, got {list(each)}")
     kinds = {name: _kind_of(who, one) for name, one in each.items()}
     if max_length is not None and FIRSTN not in kinds.values():
-        raise ConfigError(f"{who}: max_length must come with combiner='firstn', got it with {combiner!r}")
+        raise ConfigError(f"{who}: max_length must be given with combiner='firstn' only, got combiner={combiner!r}")
     features = {}
     for name, table in tables.items():
         kind, length = kinds[name], 0
@@ -43,7 +43,7 @@ def features_of(who: str, tables: Mapping[str, int], combiner: Any, max_length: 
 
 def _kind_of(who: str, combiner: Any) -> int:
     if isinstance(combiner, Combiner):
-        # One derived from the library's that combines in the same way means the same.
+        # A subclass that does not override ``combine`` is equivalent to its base.
         for known, kind in _COMBINERS.items():
             if isinstance(combiner, known) and type(combiner).combine is known.combine:
                 return kind
@@ -58,7 +58,7 @@ def _kind_of(who: str, combiner: Any) -> int:
 def combine(
     of: Feature, rows: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None, padding: int | None
 ) -> Tensor:
-    """`pool` of rows ``[N, D]``, or what the user's combiner makes of them."""
+    """Combine rows ``[N, D]`` with `pool` or with the user's combiner."""
     if of.kind != CUSTOM:
         return pool(rows, ids, offsets, of.kind, length=of.length, weights=weights, padding=padding)
     if weights is not None:

@@ -1,7 +1,7 @@
-"""What a user may call a batch of ids, turned into ``(values, offsets, weights)`` at the door.
+"""Conversion of every accepted form of ids to ``(values, offsets, weights)``.
 
-Other libraries' types are known by their shape, never imported: whatever has ``values`` and ``offsets`` or ``lengths``
-is jagged, and keyed if it has ``keys`` too.
+Other libraries' types are recognized by their attributes, never imported: an object with ``values`` and ``offsets`` or
+``lengths`` is jagged, and keyed if it also has ``keys``.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ _UNKEYED = (Tensor, Ragged, tuple, list)
 
 
 class Jagged(NamedTuple):
-    """Bag ``b`` is ``values[offsets[b]:offsets[b + 1]]``; without offsets the ids are not ragged, and any shape."""
+    """Bag ``b`` is ``values[offsets[b]:offsets[b + 1]]``; without offsets the ids are not ragged and have any shape."""
 
     values: Tensor
     offsets: Tensor | None = None
     weights: Tensor | None = None
     length: int = -1
-    """Of every bag, if all are known to be equally long: then the offsets need no check."""
+    """The length of every bag if all are known to be equal, in which case the offsets need no check; else -1."""
 
 
 def as_jagged(ids: Any, offsets: Any = None, weights: Any = None) -> Jagged:
-    """One feature's ids in any of the forms that the modules take; offsets are checked where they are used."""
+    """Convert one feature's ids from any accepted form; offsets are checked where they are used."""
     if type(ids) is tuple and ids and isinstance(ids[0], Tensor) and len(ids) in (2, 3) and ids[0].dim() == 1:
         if offsets is not None or (weights is not None and len(ids) == 3):
             raise ConfigError(
-                "offsets and weights must come once: in the tuple (values, offsets[, weights]) or separately, got both"
+                "offsets and weights must be given once, in the tuple (values, offsets[, weights]) or separately, "
+                "got both"
             )
         ids, offsets, *rest = ids
         weights = rest[0] if rest else weights
@@ -52,7 +53,7 @@ def as_jagged(ids: Any, offsets: Any = None, weights: Any = None) -> Jagged:
         ids, offsets, weights = _from_object(ids, offsets, weights)
     elif ids.is_nested:
         if offsets is not None:
-            raise ConfigError("a nested tensor has offsets of its own; leave the separate ones out")
+            raise ConfigError("offsets must be left out for a nested tensor, which has its own")
         weights = weights.values() if isinstance(weights, Tensor) and weights.is_nested else weights
         if ids.layout != torch.jagged or ids.dim() != 2:
             raise ConfigError(
@@ -71,11 +72,13 @@ def is_keyed(ids: Any) -> bool:
 
 
 def as_parts(ids: Mapping[Any, Any], weights: Any = None) -> list[Jagged]:
-    """The bags of each key of a mapping; all keys have equally many."""
+    """Return the bags of each key of a mapping; all keys must have the same number of bags."""
     if weights is not None and not isinstance(weights, Mapping):
-        raise ConfigError(f"weights must come by key, as the ids do; got {type(weights).__name__}")
+        raise ConfigError(f"weights must come by key, as the ids do, got {type(weights).__name__}")
     if weights and weights.keys() - ids.keys():
-        raise ConfigError(f"weights came for {sorted(map(str, weights.keys() - ids.keys()))}, of which no ids came")
+        raise ConfigError(
+            f"weights must have keys of the ids only, got also {sorted(map(str, weights.keys() - ids.keys()))}"
+        )
     weights = weights or {}
     parts = [as_bags(as_jagged(part, None, weights.get(key)), key) for key, part in ids.items()]
     sizes = [part.offsets.shape[0] - 1 for part in parts if part.offsets is not None]
@@ -84,12 +87,12 @@ def as_parts(ids: Mapping[Any, Any], weights: Any = None) -> list[Jagged]:
     weighted = [part.weights is not None for part in parts]
     if any(weighted) and not all(weighted):
         without = [key for key, has in zip(ids, weighted, strict=True) if not has]
-        raise ConfigError(f"every key must have weights, or none: those of {without} are missing")
+        raise ConfigError(f"either all keys or no key must have weights; {without} have none")
     return parts
 
 
 def as_joined(ids: Any, weights: Any = None) -> tuple[list[str], Jagged]:
-    """Keys of something like a KeyedJaggedTensor, and the bags of the first key, of the second, and so on."""
+    """Return the keys of an object like a KeyedJaggedTensor, and the bags of all keys, one key after the other."""
     keys = list(_get(ids, "keys"))
     values, offsets, own = _from_object(ids, None, weights)
     if not (_is_plain(values) and _is_plain(offsets) and offsets.shape[0] and values.device == offsets.device):
@@ -99,18 +102,18 @@ def as_joined(ids: Any, weights: Any = None) -> tuple[list[str], Jagged]:
     if has_own_strides(ids):
         values, offsets, own = with_all_bags(ids, values, offsets, own)
     if keys and (offsets.shape[0] - 1) % len(keys):
-        raise ConfigError(f"{len(keys)} keys must have equally many bags, but there are {offsets.shape[0] - 1} bags")
+        raise ConfigError(f"{len(keys)} keys must have the same number of bags, got {offsets.shape[0] - 1} in total")
     return keys, Jagged(values, offsets, _as_weights(own, values))
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether ids or offsets are such that nothing is to be done about them."""
+    """Whether ids or offsets need no conversion."""
     return type(tensor) is Tensor and tensor.dtype is torch.int64 and tensor.dim() == 1
 
 
 def split_keys(ids: Any, keys: list[str], joined: Jagged) -> list[Jagged]:
-    """Each key's own bags. Where the borders are is asked of ``ids`` (``offset_per_key``), or else read from the
-    offsets, for which the host waits if they are on a GPU."""
+    """Split the joined bags by key. The borders come from ``ids.offset_per_key``, or else from the offsets, for which
+    the host waits if they are on a GPU."""
     values, offsets, weights = joined[:3]
     assert offsets is not None
     bags = (offsets.shape[0] - 1) // max(len(keys), 1)
@@ -128,7 +131,7 @@ def split_keys(ids: Any, keys: list[str], joined: Jagged) -> list[Jagged]:
 
 
 def join(parts: Sequence[Jagged], device: torch.device) -> Jagged:
-    """The bags of the first part, then those of the second, and so on, on a device; parts have equally many."""
+    """Concatenate the bags of parts, which have the same number of bags, on a device."""
     if len(parts) == 1:
         values, offsets, weights, length = parts[0]
         offsets, weights = (None if one is None else on(one, device) for one in (offsets, weights))
@@ -145,7 +148,7 @@ def join(parts: Sequence[Jagged], device: torch.device) -> Jagged:
     ends = stacked[:, -1:]
     begins = stacked[:, :-1] + (ends.cumsum(0) - ends)
     if begins.shape[1] and any(one.is_cuda for one in each) and not _recorded(device):
-        # Who looks at the joined offsets would not see that a part's own are those of another.
+        # A check of the joined offsets would not notice an id that is in another part than its bag.
         sizes = torch.tensor([part.values.shape[0] for part in parts], device="cpu", pin_memory=device.type == "cuda")
         wrong = (stacked[:, 0] != 0) | (stacked[:, -1] != sizes.to(device, non_blocking=True))
         begins[:, 0].masked_fill_(wrong, -1)
@@ -153,19 +156,19 @@ def join(parts: Sequence[Jagged], device: torch.device) -> Jagged:
 
 
 def on(tensor: Tensor, device: torch.device) -> Tensor:
-    """A contiguous tensor on a device."""
+    """Return a contiguous tensor on a device."""
     if tensor.device != device:
         tensor = tensor.to(device, non_blocking=device.type == "cuda")
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def steps(bags: int, length: int, device: torch.device) -> Tensor:
-    """The offsets of bags of equal length, which nobody may change."""
+    """Return the offsets of bags of equal length; the tensor is shared and must not be changed."""
     return torch.arange(bags + 1, device=device) * length if _recorded(device) else _steps(bags, length, device)
 
 
 def _recorded(device: torch.device) -> bool:
-    """Whether this runs to be run again, compiled or as a CUDA graph: with what is in tensors then."""
+    """Whether this run is recorded, by the compiler or in a CUDA graph, to be repeated with other data."""
     return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
@@ -176,18 +179,18 @@ def _steps(bags: int, length: int, device: torch.device) -> Tensor:
 
 
 def as_id_values(ids: Any) -> Tensor:
-    """int64, of the same shape; floats and booleans are not ids."""
+    """Convert ids to int64; floats and booleans are refused."""
     return as_int64(as_tensor(ids), "ids")
 
 
 def as_bags(part: Jagged, key: str) -> Jagged:
-    """2-D ids as bags of equal length."""
+    """Turn 2-D ids into bags of equal length."""
     values, offsets, weights, _ = part
     if offsets is not None:
         return part
     if values.dim() != 2:
         raise ConfigError(
-            f"the ids of {key!r} must be ragged, or [B, L]; got shape {list(values.shape)} without offsets"
+            f"the ids of {key!r} must be ragged or [B, L], got shape {list(values.shape)} without offsets"
         )
     bags, length = values.shape
     weights = None if weights is None else weights.reshape(-1)
@@ -195,7 +198,7 @@ def as_bags(part: Jagged, key: str) -> Jagged:
 
 
 def _from_object(ids: Any, offsets: Any, weights: Any) -> tuple[Any, Any, Any]:
-    """Values, offsets and weights of something that is not a tensor."""
+    """Return the values, offsets and weights of an object that is not a tensor."""
     if isinstance(ids, Ragged):
         if isinstance(ids.values, Ragged):
             raise ConfigError("ids must be ragged in one dimension, got a doubly ragged tensor")
@@ -213,8 +216,7 @@ def _from_object(ids: Any, offsets: Any, weights: Any) -> tuple[Any, Any, Any]:
         return as_tensor(ids), offsets, weights
     raise ConfigError(
         "ids must be an int64 tensor, (values, offsets), lists of lists, Ragged, a nested tensor, or an object with "
-        "values "
-        f"and offsets; got {type(ids).__name__}"
+        f"values and offsets; got {type(ids).__name__}"
     )
 
 
@@ -230,13 +232,13 @@ def _from_lists(ids: Any, offsets: Any, weights: Any) -> tuple[Any, Any, Any]:
     lengths = torch.tensor([0, *(len(row) for row in ids)], device="cpu")
     if weights is not None and not isinstance(weights, Tensor):
         if (given := [len(row) for row in weights]) != lengths[1:].tolist():
-            raise ConfigError(f"lists of weights must be as long as those of ids, {lengths[1:].tolist()}, got {given}")
+            raise ConfigError(f"lists of weights must be as long as those of ids {lengths[1:].tolist()}, got {given}")
         weights = torch.tensor([float(value) for row in weights for value in row], device="cpu")
     return torch.tensor(flat, dtype=torch.int64, device="cpu"), lengths.cumsum(0), weights
 
 
 def _get(thing: Any, name: str) -> Any:
-    """An attribute or the result of a method; None if there is neither, or it cannot tell."""
+    """Return an attribute, or the result of a method; None if there is neither."""
     value = getattr(thing, name, None)
     return value() if callable(value) else value
 

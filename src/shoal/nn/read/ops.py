@@ -1,9 +1,8 @@
-"""Reading what a plan asks for, with its gradient: as an autograd function, and as an op that compiles.
+"""Read the rows of a plan, with their gradient: as an autograd function, and as an op that compiles.
 
-In plain eager mode a `torch.autograd.Function` runs, since the dispatch of a Python op costs more than a small lookup.
-Under a compiler the same functions are `torch.library` ops: the plan is an integer handle, and the op of backward
-changes the ``tape`` that the op of forward reads, so that the compiler neither drops an update nor moves a read past
-one.
+In plain eager mode a `torch.autograd.Function` runs, because the dispatch of a Python op costs more than a small
+lookup. Under a compiler the same functions are `torch.library` ops: the plan is an integer handle, and the backward op
+changes the ``tape`` that the forward op reads, so that the compiler neither drops an update nor moves a read past it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from shoal.buffers import empty_rows
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.nn.read.jagged import Jagged
 from shoal.nn.read.plan import Call, Plan, find_plan
-from shoal.nn.read.refusal import tell_ranks
+from shoal.nn.read.refusal import notify_ranks
 from shoal.nn.read.watch import watch_offsets
 from shoal.nn.update.passes import hand_over, numbers
 from shoal.table.protocol import READS, Found, Missing, Part, marks_shape
@@ -30,53 +29,53 @@ _PLAIN: dict[str, Any] = {}
 
 
 class Request(NamedTuple):
-    """A batch, as the calls of a plan take it; lists have an element per call, or none."""
+    """A batch in the form of a plan's calls; lists have one element per call, or are empty."""
 
     plan: Plan
     ids: list[Tensor]
     sizes: list[list[int]]
-    """Ids of each feature of a call; an empty list where only the offsets tell."""
+    """Number of ids of each feature of a call; empty if only the offsets give it."""
     offsets: list[Tensor]
-    """int64 ``[F * B + 1]``; empty where rows are not pooled."""
+    """int64 ``[F * B + 1]``; empty if rows are not pooled."""
     weights: list[Tensor]
     bags: int
     missing: Missing
     trusted: bool = False
     """Whether the offsets need no check."""
     ahead: Ahead | None = None
-    """What was done of it before."""
+    """The work that was done in advance."""
 
 
 class Ahead:
-    """What was done of a read before its forward: where the rows are, and perhaps the rows themselves."""
+    """The work of a read that was done before its forward: the rows' locations, and perhaps the rows themselves."""
 
     __slots__ = ("_versions", "founds", "marks", "outputs")
 
     def __init__(self, founds: list[Found]) -> None:
         self.founds = founds
         self.outputs: list[Tensor] | None = None
-        """As `read` returns them."""
+        """The results of `read`."""
         self.marks: list[Tensor] = NOTHING
-        """Of each call, if any call has them."""
+        """The marks of each call, if any call has them."""
         self._versions: list[int] = []
 
     def keep(self, outputs: list[Tensor], marks: list[Tensor]) -> None:
-        """Has the forward take these rows."""
+        """Keep these rows for the forward."""
         self.outputs, self.marks, self._versions = outputs, marks, [one._version for one in outputs]
 
     def kept(self) -> list[Tensor]:
-        """The rows, which a forward may take several times, as under activation checkpointing."""
+        """Return the rows, which activation checkpointing takes several times."""
         assert self.outputs is not None
         if [one._version for one in self.outputs] != self._versions:
             raise UnsupportedError(
-                "rows that were read ahead were changed in place by a forward, and another forward reads the same "
-                "batch; leave out inplace operations on what the module returns, or the activation checkpointing"
+                "rows that were read ahead must not be changed in place, because another forward reads the same "
+                "batch; remove in-place operations on the module's results, or the activation checkpointing"
             )
         return [one.detach() for one in self.outputs]
 
 
 def read(request: Request) -> list[Tensor]:
-    """The pooled rows ``[B, width]``, if any feature is pooled by its group, then the rows of each other call."""
+    """Return the pooled rows ``[B, width]``, if a group pools any feature, then the rows of each other call."""
     if torch.compiler.is_compiling() or _dispatch_modes():
         return _read_by_op(request)
     if torch.is_grad_enabled():
@@ -87,7 +86,7 @@ def read(request: Request) -> list[Tensor]:
 
 
 def _read(request: Request, keep: bool = False) -> tuple[list[Tensor], list[Found], list[Tensor]]:
-    """What `read` returns, what was found and, with ``keep``, the marks of each call, if any call has them."""
+    """Return the results of `read`, what was found and, with ``keep``, the marks of each call, if any call has them."""
     if request.ahead is not None and request.ahead.outputs is not None:
         return request.ahead.kept(), request.ahead.founds, request.ahead.marks
     lane = request.plan.lane()
@@ -108,7 +107,7 @@ def _read(request: Request, keep: bool = False) -> tuple[list[Tensor], list[Foun
             out = torch.empty(bags, plan.width, dtype=torch.float32, device=plan.device)
         outputs.append(out)
     if READS:
-        _tell_watchers(request)
+        _notify_watchers(request)
     if plan.shared:
         return *_read_shared(request, outputs, marks), marks
     for i, call in enumerate(plan.calls):
@@ -123,7 +122,7 @@ def _read(request: Request, keep: bool = False) -> tuple[list[Tensor], list[Foun
         more = {"marks": marks[i]} if marks and call.marked else _PLAIN
         if ids.device == plan.device:
             group.pooled(found, features, offsets, weights, out, missing=missing, **more)
-        else:  # a group of another device
+        else:  # a group on another device
             there = torch.empty(bags, plan.width, dtype=torch.float32, device=ids.device)
             group.pooled(found, features, offsets, weights, there, missing=missing, **more)
             for feature, column in enumerate(features.columns):
@@ -133,7 +132,7 @@ def _read(request: Request, keep: bool = False) -> tuple[list[Tensor], list[Foun
 
 
 def _marks(request: Request) -> list[Tensor]:
-    """Room for the marks of each call; none for a call without max."""
+    """Allocate the marks of each call; empty for a call without max."""
     return [
         torch.empty(
             marks_shape(ids.shape[0] if call.marked else 0, call.group.dim), dtype=torch.uint8, device=ids.device
@@ -143,10 +142,10 @@ def _marks(request: Request) -> list[Tensor]:
 
 
 def find_ahead(request: Request) -> Ahead:
-    """Does of a read what can be done before; any thread may.
+    """Do the part of a read that does not need current rows, in any thread.
 
-    Rows in other processes are located: the messages that it takes are the point. Those in this one are not, since
-    reading them is no slower; caches are told to bring theirs.
+    Rows in other processes are located, which saves the forward these messages. Rows in this process are not, because
+    reading them directly is as fast; caches start to prefetch theirs.
     """
     plan = request.plan
     _check(request)
@@ -168,7 +167,7 @@ def find_ahead(request: Request) -> Ahead:
 
 
 def read_ahead(request: Request) -> None:
-    """Reads the rows that were found ahead, for the `read` to come."""
+    """Read the rows that were found ahead, for the next `read`."""
     assert request.ahead is not None
     outputs, _, marks = _read(request, True)
     request.ahead.keep(outputs, marks)
@@ -187,7 +186,7 @@ def _find_steps(request: Request, i: int) -> Any:
     return group.find_steps(request.ids[i], _counts_of(request, i), call.features, missing=request.missing)
 
 
-def _tell_watchers(request: Request) -> None:
+def _notify_watchers(request: Request) -> None:
     for i, call in enumerate(request.plan.calls):
         sizes = request.sizes[i] or request.offsets[i][:: max(1, request.bags)].diff().tolist()
         for watch in READS:
@@ -195,7 +194,7 @@ def _tell_watchers(request: Request) -> None:
 
 
 def _read_shared(request: Request, outputs: list[Tensor], marks: list[Tensor]) -> tuple[list[Tensor], list[Found]]:
-    """The same for groups over the same ranks, whose calls share their exchanges: those of all finds, then the rows."""
+    """Do the work of `_read` for groups over the same ranks, whose calls share exchanges: of finds, then of rows."""
     plan, all_offsets, all_weights, missing = request.plan, request.offsets, request.weights, request.missing
 
     def steps(i: int, call: Call) -> Generator[Any, Any, tuple[Found, Tensor | None]]:
@@ -220,14 +219,14 @@ def _counts_of(request: Request, i: int) -> Tensor:
 
 
 def _counts(call: Call, sizes: list[int], offsets: Tensor | None, bags: int, weighted: bool) -> Tensor:
-    """`Found.counts`: on the host if sizes are known, else where the offsets are; or the offsets."""
+    """Return `Found.counts`: on the host if sizes are known, else on the offsets' device; or the offsets themselves."""
     traits = call.group.traits
     if offsets is not None and call.fused and traits.takes_bags and not weighted:
         return offsets
     if sizes or offsets is None:
         return _known_counts(*sizes)
     if not bags:
-        raise ConfigError("ids by key without bags must come with sizes, how many ids each key has")
+        raise ConfigError("ids by key without bags must come with sizes, the number of ids of each key")
     return offsets if traits.counts_bags else offsets[::bags].diff()
 
 
@@ -238,7 +237,7 @@ def _known_counts(*sizes: int) -> Tensor:
 
 
 def check_bags(bags: Jagged, name: str) -> None:
-    """Refuses offsets that do not rise from 0 to the number of ids; those on a GPU may be refused by a later call."""
+    """Refuse offsets that do not rise from 0 to the number of ids; for those on a GPU a later call may raise."""
     values, offsets, _, length = bags
     if length >= 0 or offsets is None:
         return
@@ -255,7 +254,7 @@ def _parts(
     plan: Plan, grads: Sequence[Tensor], founds: Sequence[Found], offsets: Sequence[Any], weights: Sequence[Any],
     marks: Sequence[Tensor],
 ) -> list[Any]:  # fmt: skip
-    """The gradients of a read by call."""
+    """Return the gradients of a read by call."""
     parts = []
     for i, call in enumerate(plan.calls):
         found, grad = founds[i], grads[call.output]
@@ -272,8 +271,8 @@ def _parts(
 
 
 class _Read(torch.autograd.Function):
-    """What wants a gradient is empty: the anchor, by which autograd comes back to us and knows the stream, and the
-    root, by which it ends in the thread that began."""
+    """Reads rows. Its inputs that require gradients are empty: the anchor, so that autograd calls us on the right
+    stream, and the root, so that backward ends in the thread that began it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, root: Tensor | None, request: Request) -> Any:  # pyrefly: ignore[bad-override]
@@ -300,7 +299,7 @@ class _Read(torch.autograd.Function):
 
 
 _transforms_active = torch._C._are_functorch_transforms_active
-# Without torch's look for wrappers of functorch among the arguments, which are ours.
+# Skips torch's search for functorch wrappers among the arguments.
 _apply: Any = super(torch.autograd.Function, _Read).apply  # pyrefly: ignore
 
 
@@ -340,13 +339,13 @@ def _read_op(
     bags: int,
     initial: bool,
 ) -> list[Tensor]:
-    """`_read`, then the bytes of ``where`` and ``came`` of what each call found, and of its marks."""
+    """Return the results of `_read`, then for each call the bytes of `Found.where`, `Found.came` and the marks."""
     plan = find_plan(handle)
     missing: Missing = "initial" if initial else "zeros"
     try:
         outputs, founds, marks = _read(_request(plan, ids, offsets, weights, sizes, bags, missing), True)
     except Exception as error:
-        tell_ranks((call.group for call in plan.calls), error)
+        notify_ranks((call.group for call in plan.calls), error)
         raise
     for i, found in enumerate(founds):
         opaque = (found.where, found.came, marks[i] if marks else found.came.new_empty(0, dtype=torch.uint8))
@@ -356,17 +355,7 @@ def _read_op(
 
 
 @_read_op.register_fake
-def _(
-    ids: list[Tensor],
-    offsets: list[Tensor],
-    weights: list[Tensor],
-    anchor: Tensor,
-    tape: Tensor,
-    handle: int,
-    sizes: Sequence[int],
-    bags: int,
-    initial: bool,
-) -> list[Tensor]:
+def _(ids: list[Tensor], _o: Any, _w: Any, anchor: Tensor, _t: Any, handle: int, _s: Any, bags: int, _i: bool) -> Any:
     plan = find_plan(handle)
     outputs = [anchor.new_empty(bags, plan.width)] if plan.width else []
     outputs += [
@@ -391,7 +380,7 @@ def _gradient_op(
     sizes: Sequence[int],
     bags: int,
 ) -> Tensor:
-    """Hands the gradients of a read over; returns the (empty) gradient of the anchor."""
+    """Hand over the gradients of a read; return the (empty) gradient of the anchor."""
     plan = find_plan(handle)
     own = _request(plan, ids, offsets, weights, sizes, bags, "zeros").sizes
     founds, marks = [], []
@@ -407,17 +396,7 @@ def _gradient_op(
 
 
 @_gradient_op.register_fake
-def _(
-    grads: list[Tensor],
-    ids: list[Tensor],
-    opaque: list[Tensor],
-    offsets: list[Tensor],
-    weights: list[Tensor],
-    tape: Tensor,
-    handle: int,
-    sizes: Sequence[int],
-    bags: int,
-) -> Tensor:
+def _(_grads: Any, _ids: Any, _opaque: Any, _offsets: Any, _weights: Any, tape: Tensor, *_: Any) -> Tensor:
     return tape.new_empty(0, dtype=torch.float32)
 
 

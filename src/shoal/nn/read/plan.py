@@ -1,4 +1,4 @@
-"""`Plan`: which calls of which groups answer a batch with certain features, and where their results go."""
+"""`Plan`: the calls of groups that answer a batch with certain features, and the places of their results."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
 
 
 class Feature(NamedTuple):
-    """A feature of a module: the number of its table among the module's, and what becomes of the rows of a bag."""
+    """A feature of a module: the number of its table in the module, and how the rows of a bag are pooled."""
 
     table: int
     kind: int = -1
     """As in `shoal.table.protocol`; -1: rows are not pooled."""
     length: int = 0
     combiner: Any = None
-    """A `Combiner` with a ``combine`` of its own."""
+    """A `Combiner` with its own ``combine``."""
 
 
 class Call:
-    """What a group is asked for in every batch: one find, and pooled rows or rows."""
+    """One group's part in every batch: one find, and pooled rows or rows."""
 
     __slots__ = (
         "checked", "device", "features", "fused", "group", "keepers", "marked", "of", "output", "places", "touched",
@@ -43,68 +43,68 @@ class Call:
         self.group = group
         self.device = group.traits.device
         self.of = of
-        """One of its features; if it is not fused, all pool alike."""
+        """One of its features; if it is not fused, all are pooled in the same way."""
         self.places = places
-        """Of its features in the batch."""
+        """The positions of its features in the batch."""
         self.features = features
         self.fused = fused
         self.checked = fused and group.traits.checks_bags
-        """Whether the group looks at offsets itself."""
+        """Whether the group checks offsets itself."""
         self.marked = fused and MAX in features.combiners
         """Whether its gradient needs the marks of its pooled rows."""
         self.output = 0
-        """Which result of the read holds its rows."""
+        """The number of the read's result that holds its rows."""
         self.keepers = tuple([keeper_of(table) for table in group.tables])
         self.touched: list[TableKeeper] = [self.keepers[place] for place in sorted(set(features.tables))]
 
 
 class Place(NamedTuple):
-    """Where the result of a feature is: in columns of the pooled rows, or in the result of a call."""
+    """The place of a feature's result: columns of the pooled rows, or the result of a call."""
 
     column: int
     width: int
     call: int = -1
     index: int = 0
     length: int = 0
-    """Rows that firstn puts side by side in its columns; 0 where the result is one row."""
+    """Number of rows that firstn puts side by side in its columns; 0 if the result is one row."""
 
     def shaped(self, columns: Tensor) -> Tensor:
-        """The result of a feature that its group pooled, of its columns."""
+        """Reshape its columns to the result of a feature that its group pooled."""
         return columns.unflatten(1, (self.length, self.width // self.length)) if self.length else columns
 
 
 class Plan:
-    """The calls for a batch whose features come in a certain order. Compiled graphs know it by its ``handle``."""
+    """The calls for a batch whose features come in a certain order. Compiled graphs refer to it by its ``handle``."""
 
     def __init__(self, calls: list[Call], width: int, places: list[Place], order: list[int], by_rows: bool) -> None:
         self.calls = calls
         self.width = width
-        """Columns of the pooled rows."""
+        """Number of columns of the pooled rows."""
         self.places = places
-        """Of each feature, in the order of the batch."""
+        """The place of each feature, in the order of the batch."""
         self.order = order
         """The numbers of the features in the order of the result."""
         self.by_rows = by_rows
         self.fused = all(call.fused for call in calls)
         self.marked = any(call.marked for call in calls)
         self.sequences = len({place.length for place in places}) == 1 and places[0].length > 0
-        """Whether every feature is a sequence of as many rows."""
+        """Whether every feature is a sequence of the same number of rows."""
         alike = self.sequences and len({place.width for place in places}) == 1
         self.sequence = (places[0].length, places[0].width // places[0].length) if alike else None
-        """Rows and columns of each of them, where all have the same."""
+        """Number of rows and columns of each feature, if all have the same."""
         self.whole = len(calls) == 1 and calls[0].places == list(range(len(places)))
-        """Whether the batch is the input of the one call as it is."""
+        """Whether the batch is, unchanged, the input of the only call."""
         shares = {call.group.traits.shares for call in calls}
         self.shared = len(calls) > 1 and len(shares) == 1 and None not in shares and one_device(calls)
         """Whether the calls share their exchanges between ranks."""
         self.device: torch.device = calls[0].device if calls else torch.device("cpu")
-        self.anchor, self.tape = _marks(self.device)
-        self.root = None if self.device.type == "cpu" else _marks(torch.device("cpu"))[0]
-        """An anchor in host memory, where the other is not: by it backward mostly ends, and updates, in the thread that
-        began it, whatever device's thread the gradients come from."""
+        self.anchor, self.tape = _anchor_and_tape(self.device)
+        self.root = None if self.device.type == "cpu" else _anchor_and_tape(torch.device("cpu"))[0]
+        """An anchor in host memory if ``anchor`` is not: with it backward mostly ends, and updates rows, in the thread
+        that began it, instead of the thread of a device."""
         self.handle = next(_handles)
         self.opaque: dict[int, tuple[Any, ...]] = {}
-        """What `Found.where` and ``came`` of each call look like, for compiled graphs, which see bytes."""
+        """dtype, shape and device of each call's `Found.where` and ``came``, which compiled graphs pass as bytes."""
         self._touched = list(dict.fromkeys(keeper for call in calls for keeper in call.touched))
         outputs = itertools.count(1 if width else 0)
         for call in calls:
@@ -112,7 +112,7 @@ class Plan:
         _plans[self.handle] = self
 
     def lane(self) -> Lane | None:
-        """Who makes the calls; None: whoever reads."""
+        """The thread that makes the calls; None: the reading thread."""
         return lane_of(self._touched)
 
 
@@ -121,17 +121,17 @@ def one_device(calls: Sequence[Call]) -> bool:
 
 
 @cache
-def _marks(device: torch.device) -> tuple[Tensor, Tensor]:
-    """An empty tensor that asks for gradients, by which autograd comes back to us, and a tape for compiled graphs."""
+def _anchor_and_tape(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Make an empty tensor that requires gradients, so that autograd calls us, and a tape for compiled graphs."""
     with torch.inference_mode(False):
         return torch.zeros(0, requires_grad=True, device=device), torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def find_plan(handle: int) -> Plan:
-    """The plan with that handle."""
+    """Return the plan with a handle."""
     plan = _plans.get(handle)
     if plan is None:
-        raise UnsupportedError(f"the plan with handle {handle} is gone; a compiled graph outlived the module it is of")
+        raise UnsupportedError(f"plan {handle} was deleted with its module; compile the model that you call now")
     return plan
 
 
@@ -143,11 +143,11 @@ def make_plan(
     padding: int | None = None,
     by_rows: bool = False,
 ) -> Plan:
-    """The plan for features in the order of a batch.
+    """Make the plan for features in the order of a batch.
 
     Args:
-        order: the numbers of the features in the order of the result; that of the batch unless given.
-        by_rows: read rows also where a group could pool them, since the weights want a gradient.
+        order: the numbers of the features in the order of the result; by default that of the batch.
+        by_rows: read rows even if a group could pool them, because the weights require a gradient.
     """
     order = list(range(len(features))) if order is None else list(order)
     group_of = {place: (group, own.index(place)) for group, own in groups_of(tables) for place in own}

@@ -1,4 +1,4 @@
-"""Batches whose keys differ in their number of bags (TorchRec's variable batch), as batches of equally many."""
+"""Expand batches whose keys differ in their number of bags (TorchRec's variable batch) to one bag per sample."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.errors import ConfigError
 
 
 def has_own_strides(ids: Any) -> bool:
-    """Whether the keys of something like a KeyedJaggedTensor differ in their number of bags."""
+    """Whether the keys of an object like a KeyedJaggedTensor differ in their number of bags."""
     own = getattr(ids, "variable_stride_per_key", None)
     return bool(own()) if callable(own) else False
 
@@ -19,16 +19,16 @@ def has_own_strides(ids: Any) -> bool:
 def with_all_bags(
     ids: Any, values: Tensor, offsets: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Values, offsets and weights with the bags of each key repeated as ``inverse_indices`` say, one per sample.
+    """Return values, offsets and weights with one bag per sample, chosen by ``inverse_indices``.
 
-    A bag that several samples share is looked up for each of them, as if it had not been shared.
+    A bag that several samples share is looked up once for each of them.
     """
     strides = dict(zip(ids.keys(), ids.stride_per_key(), strict=True))
     inverse = ids.inverse_indices_or_none()
     if inverse is None:
         raise ConfigError(
-            f"all keys must have the same number of bags, got {strides}; where they differ a batch must have "
-            "inverse_indices, which say the bag of each sample"
+            f"all keys must have the same number of bags, got {strides}; give the batch inverse_indices, which name "
+            "the bag of each sample"
         )
     named, samples = inverse
     row_of = {name: row for row, name in enumerate(named)}

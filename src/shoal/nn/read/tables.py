@@ -1,4 +1,4 @@
-"""`Tables`: the tables of a module, their keepers, and the plans of how to read them."""
+"""`Tables`: the tables of a module, their keepers, and the plans for reading them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from shoal.nn.update.steps import refresh
 from shoal.table.protocol import Group, groups_of
 
 PLANS = 1024
-"""Plans that a module keeps: one for each set of features that came together, in each order."""
+"""Number of plans that a module keeps: one for each order of each set of features in a batch."""
 
 
 class Tables:
-    """One table for everything, or tables by name. A deep copy has copies of the tables; nothing is pickled."""
+    """One table for everything, or tables by name. A deep copy copies the tables; pickling is refused."""
 
     def __init__(self, given: Any, who: str) -> None:
         self.one = not isinstance(given, Mapping)
         self.named: dict[str, Any] = {"": given} if self.one else {str(name): table for name, table in given.items()}
         if not self.named:
-            raise ConfigError(f"{who}: a mapping of tables must have at least one")
+            raise ConfigError(f"{who}: a mapping of tables must have at least one table, got none")
         self.keepers: dict[str, TableKeeper] = {name: keeper_of(table) for name, table in self.named.items()}
         self.distinct = list(dict.fromkeys(self.keepers.values()))
         self.padding: int | None = None
@@ -34,7 +34,7 @@ class Tables:
 
     @property
     def features(self) -> dict[str, Feature]:
-        """By name, in the order of the result; with one table for everything, that of all names is ``""``."""
+        """Features by name, in the order of the result; with one table for everything, one feature ``""``."""
         return self._features
 
     @features.setter
@@ -44,20 +44,20 @@ class Tables:
         self._places = {name: place for place, name in enumerate(features)}
 
     def number(self, name: str) -> int:
-        """Of a table among the distinct ones, as `Feature` wants it."""
+        """Return the number of a table among the distinct ones, for `Feature`."""
         return self.distinct.index(self.keepers[name])
 
     def planned(self, names: list[str]) -> bool:
-        """Whether there is a plan for a batch of these features, which was looked at then."""
+        """Whether there is a plan for a batch of these features, whose names were checked when it was made."""
         return (tuple(names), False) in self._plans
 
     def place(self, name: str) -> int:
-        """Of a feature in the order of the result."""
+        """The position of a feature in the result."""
         return self._places[name]
 
     @constant_result
     def plan(self, batch: tuple[str, ...] | int, by_rows: bool = False) -> Plan:
-        """The plan for the features of a batch, by their names or, with one table for everything, their number."""
+        """Return the plan for a batch, by the features' names or, with one table for everything, their number."""
         plan = self._plans.get((batch, by_rows))
         if plan is None:
             if isinstance(batch, int):
@@ -73,13 +73,13 @@ class Tables:
         return plan
 
     def _forget_one(self) -> None:
-        """Drops the oldest plan that no compiled graph has used, which would look for it."""
+        """Drop the oldest plan that no compiled graph uses."""
         oldest = next((key for key, plan in list(self._plans.items()) if not plan.opaque), None)
         if oldest is not None:
             self._plans.pop(oldest, None)
 
     def groups(self) -> list[Group]:
-        """The groups of a batch with all features, in the order in which they are asked."""
+        """The groups of a batch with all features, in the order in which they are called."""
         found = groups_of([keeper.table for keeper in self.distinct])
         by_table = {place: group for group, places in found for place in places}
         return list({id(group): group for group in (by_table[f.table] for f in self.features.values())}.values())
@@ -88,7 +88,7 @@ class Tables:
         refresh({call.group: call.keepers[0] for plan in self._plans.values() for call in plan.calls}.items())
 
     def device(self) -> torch.device:
-        """Where results come out: where the first table's rows are."""
+        """The device of results: that of the first table's rows."""
         return self.plan(1 if self.one else tuple(self.names)).device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tables:
@@ -98,7 +98,7 @@ class Tables:
         return twin
 
     def swapped(self, new: Mapping[int, Any]) -> Tables:
-        """The same with other tables, by the ``id()`` of those that they replace."""
+        """Return a copy with other tables; ``new`` maps the ``id()`` of a replaced table to the new one."""
         return self._twin({name: new.get(id(table), table) for name, table in self.named.items()})
 
     def _twin(self, named: dict[str, Any]) -> Tables:
@@ -112,7 +112,7 @@ class Tables:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
-            f"table {self.distinct[0].name!r} is not pickled; save model.state_dict(), or the table with "
+            f"table {self.distinct[0].name!r} cannot be pickled; save model.state_dict(), or the table with "
             "table.save(path)"
         )
 

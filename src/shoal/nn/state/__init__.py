@@ -1,1 +1,1 @@
-"""What the ``state_dict`` of a module holds of its tables: tensors that are read when they are used or saved."""
+"""The tables in a module's ``state_dict``: tensors whose data is read when they are used or saved."""

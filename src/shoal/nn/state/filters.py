@@ -1,4 +1,4 @@
-"""The counts of an admission filter as bytes of a ``state_dict``, and back."""
+"""Convert the counts of an admission filter to bytes for a ``state_dict``, and back."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _HEAD = 4096
 
 
 def has_counts(table: Any) -> bool:
-    """Whether a table's filter has counts to keep."""
+    """Whether a table's filter has counts to save."""
     return isinstance(table.hash_filter, SlidingHashFilter)
 
 
 def filter_bytes(share: Share) -> Tensor:
-    """All counts of this process: a head of fixed length, which is JSON, and the cells of each block."""
+    """Return all counts of this process: a JSON head, padded to a multiple of 4096 bytes, and each block's cells."""
     copied = FilterCopy.of(share.table.hash_filter)
     assert copied is not None
     blocks, meta = list(copied.blocks), copied.meta
@@ -39,7 +39,7 @@ def filter_bytes(share: Share) -> Tensor:
 
 
 def restore_filter(share: Share, came: dict[int, Tensor]) -> None:
-    """Gives a filter the counts that this rank of as many ranks had; those of another number of ranks count from 0."""
+    """Restore the counts of this rank; if they were saved with another number of ranks, counting starts at 0."""
     counts = share.table.hash_filter
     if not isinstance(counts, SlidingHashFilter):
         return
@@ -51,7 +51,7 @@ def restore_filter(share: Share, came: dict[int, Tensor]) -> None:
             if (head["rank"], head["ranks"]) != (share.rank, share.ranks):
                 continue
             if head["split_num"] != counts.split_num:
-                raise ValueError(f"it has {head['split_num']} blocks, that of the table {counts.split_num}")
+                raise ValueError(f"it has {head['split_num']} blocks, but the table's filter has {counts.split_num}")
             begin, blocks = 8 + -(-length // _HEAD) * _HEAD, []
             for failures, total, elements, fill, cells in head["blocks"]:
                 own = np.frombuffer(raw, "<u2", cells, begin).astype(np.uint16)
@@ -59,7 +59,7 @@ def restore_filter(share: Share, came: dict[int, Tensor]) -> None:
                 begin += 2 * cells
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"table {share.table.name!r}: the filter of the checkpoint cannot be used: {error}"
+                f"table {share.table.name!r}: the filter in the checkpoint cannot be used: {error}"
             ) from None
         for number, state in enumerate(blocks):
             counts.set_block(number, state)

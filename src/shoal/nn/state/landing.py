@@ -1,4 +1,4 @@
-"""`Landing`: rows that come from a checkpoint, of which a process keeps its own until they are loaded."""
+"""`Landing`: collects rows from a checkpoint, and keeps those of this process until they are loaded."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from shoal.table.checkpoint.shares import Share, Tile
 from shoal.table.checkpoint.tensors import KEPT, RowLoad
 
 ANY_ROWS = 1 << 40
-"""More rows than a table has: what is asked for is as much as a checkpoint has."""
+"""More rows than any table has: requests all rows of a checkpoint."""
 
 
 @dataclass
 class _Block:
     """Rows that were saved together."""
 
-    came: int
-    """How many there are in the checkpoint."""
+    size: int
+    """Number of the block's rows in the checkpoint."""
     index: Tensor | None
-    """The places of those that are kept; None: all."""
+    """The positions of the rows that are kept; None: all."""
     ids: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
     filled: dict[str, int] = field(default_factory=dict)
-    """Bytes of a row that came, by column."""
+    """Bytes of each row received so far, by column."""
 
     def own(self, values: Tensor) -> Tensor:
         return values if self.index is None else values[self.index]
 
 
 class Landing:
-    """What comes of one table, in any order: a block's ids say which of its rows are kept."""
+    """Receives the columns of one table in any order; a block's ids decide which of its rows are kept."""
 
     def __init__(self, share: Share) -> None:
         self.share = share
         self.specs = specs(share, whole=False)
         self.config: Tensor | None = None
-        """The configuration of the rows that came; None: nothing has come."""
+        """The configuration of the received rows; None: nothing was received yet."""
         self.blobs: dict[str, dict[int, Tensor]] = {}
-        """Other bytes, by name and place."""
+        """Other bytes, by name and offset."""
         self._blocks: dict[int, _Block] = {}
         self._early: dict[int, list[tuple[str, int, Tensor]]] = {}
-        """What came before its ids."""
+        """Columns received before their ids."""
 
     def wanted(self) -> list[tuple[int, int]]:
-        """Where the rows are that are kept, and how many: everything, as long as no ids have come."""
+        """Return the begin and size of blocks with rows to keep: one block of everything before ids are received."""
         if not self._blocks:
             return [(0, ANY_ROWS)]
-        return [(row, block.came) for row, block in self._blocks.items() if block.ids.numel()]
+        return [(row, block.size) for row, block in self._blocks.items() if block.ids.numel()]
 
     def put(self, column: str, offsets: tuple[int, ...], values: Tensor) -> None:
-        """Takes values that begin at ``offsets`` of a column of the whole table."""
+        """Receive values that begin at ``offsets`` in a column of the complete table."""
         row = offsets[0]
         if column == "config":
             self.config = values.clone()
@@ -74,10 +74,10 @@ class Landing:
             self._early.setdefault(row, []).append(kept)
 
     def _keep(self, block: _Block, column: str, first: int, values: Tensor) -> None:
-        if values.shape[0] != block.came:
+        if values.shape[0] != block.size:
             raise DataError(
-                f"table {self.share.table.name!r}: the checkpoint has {column} in blocks of {values.shape[0]} rows and "
-                f"ids in blocks of {block.came}; it was not written by this library"
+                f"table {self.share.table.name!r}: the checkpoint has {column} in blocks of {values.shape[0]} rows but "
+                f"ids in blocks of {block.size}; it was not written by shoal"
             )
         if not block.ids.numel():
             return
@@ -105,11 +105,11 @@ class Landing:
                 block.filled[column] = block.filled.get(column, 0) + high - low
 
     def count(self) -> int:
-        """Rows that are kept so far."""
+        """Number of rows kept so far."""
         return sum(block.ids.numel() for block in self._blocks.values())
 
     def rows(self) -> dict[str, Tensor]:
-        """The columns of all rows that are kept."""
+        """Return the columns of all rows that are kept."""
         blocks = [block for block in self._blocks.values() if block.ids.numel()]
         found = {"ids": torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(one.ids for one in blocks)])}
         for column in self._columns(blocks):
@@ -119,30 +119,30 @@ class Landing:
         return found
 
     def _columns(self, blocks: list[_Block]) -> list[str]:
-        """The names of the columns but ids; what a policy keeps is one of them if a budget wants it and it came."""
-        came = KEPT in self.specs and all(KEPT in block.columns for block in blocks)
-        return ["rows", "state", "times", *([KEPT] if came else [])]
+        """Return the names of the columns except ids, with `KEPT` if the table has a budget and received it."""
+        received = KEPT in self.specs and all(KEPT in block.columns for block in blocks)
+        return ["rows", "state", "times", *([KEPT] if received else [])]
 
     def _column(self, block: _Block, column: str) -> Tensor:
         spec, n = self.specs[column], block.ids.numel()
         if spec.width == 0:
             return torch.empty(n, 0, dtype=spec.dtype, device="cpu")
         values = block.columns.get(column)
-        whole = values is not None and (spec.width is None or block.filled[column] == spec.width * spec.dtype.itemsize)
-        if values is None or not whole:
-            raise DataError(f"table {self.share.table.name!r}: the checkpoint lacks {column} of {n} rows")
+        filled = values is not None and (spec.width is None or block.filled[column] == spec.width * spec.dtype.itemsize)
+        if values is None or not filled:
+            raise DataError(f"table {self.share.table.name!r}: the checkpoint has no {column} for {n} rows")
         return values.view(spec.dtype)
 
     def load(self, scales: Tensor) -> None:
-        """Replaces the rows of the table by those that came, which are gone from here afterwards.
+        """Replace the rows of the table with those received, and drop them here.
 
         Raises:
-            DataError: rows are incomplete, of another kind of table, or come twice. The table is as it was.
+            DataError: rows are incomplete, from another kind of table, or duplicated. The table is unchanged.
         """
         assert self.config is not None
         load = RowLoad(self.share.table, self.config, self.share.shape)
         if self._early:
-            raise DataError(f"table {self.share.table.name!r}: the checkpoint lacks the ids of some rows")
+            raise DataError(f"table {self.share.table.name!r}: the checkpoint has no ids for some rows")
         columns = self._columns([block for block in self._blocks.values() if block.ids.numel()])
         for row in list(self._blocks):
             block = self._blocks[row]

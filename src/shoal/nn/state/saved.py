@@ -1,4 +1,4 @@
-"""`SavedRows`: the rows that one process saves of a table, in blocks that can be read one at a time."""
+"""`SavedRows`: the rows of a table that one process saves, in blocks that can be read one at a time."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from shoal.table.checkpoint.shares import Share, Tile
 from shoal.table.checkpoint.tensors import KEPT
 
 COLUMNS = ("ids", "rows", "state", "times")
-"""What a table's rows are made of; each is a tensor whose first dimension is the row. A budget adds `KEPT`."""
+"""The columns of a table's rows; each is a tensor whose first dimension is the row. A budget adds `KEPT`."""
 NUMBERS = ("ids", "times", KEPT)
-"""Those with one number per row."""
+"""The columns with one number per row."""
 _BLOCK_BYTES = 16 << 20
 _PART_BYTES = 8 << 20
 _PARTS = (2520, 840, 120, 60, 12, 6, 2, 1)
 
 
 class Piece(NamedTuple):
-    """What is written at once of a column: rows ``begin`` to ``end`` of this process, and some of their bytes."""
+    """A part of a column that is written at once: some bytes of this process's rows ``begin`` to ``end``."""
 
     column: str
     begin: int
     end: int
     tile: Tile
     offsets: tuple[int, ...]
-    """In the column of the whole table."""
+    """The piece's position in the column of the complete table."""
     sizes: tuple[int, ...]
 
 
 class Spec(NamedTuple):
-    """A column of the whole table."""
+    """A column of the complete table."""
 
     width: int | None
-    """Elements of a row; None: one number, without a dimension of its own."""
+    """Elements per row; None: one number, so that the column is 1-D."""
     dtype: torch.dtype
 
     def size(self, rows: int) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ class Spec(NamedTuple):
 
 
 def specs(share: Share, *, whole: bool) -> dict[str, Spec]:
-    """The columns of the whole table, or of this process's rows."""
+    """Return the columns of the complete table, or of this process's rows."""
     head, state, whole_head, whole_state = share.bytes_of_rows()
     head, state = (whole_head, whole_state) if whole else (head, state)
     rows = Spec(head, torch.uint8) if share.table.serving else Spec(head // 4, torch.float32)
@@ -57,7 +57,7 @@ def specs(share: Share, *, whole: bool) -> dict[str, Spec]:
 
 
 class Rows(Protocol):
-    """Where rows are read: a table, or a copy of its rows."""
+    """A source of rows: a table, or a copy of its rows."""
 
     def all_ids(self) -> Iterator[Tensor]: ...
     def fetch_bytes(self, ids: Tensor, begin: int, end: int) -> tuple[Tensor, int]: ...
@@ -66,7 +66,7 @@ class Rows(Protocol):
 
 
 class CopiedRows:
-    """Rows as they were: `shoal.table.checkpoint.tensors.table_state`, read as a table is."""
+    """A copy of rows, made by `shoal.table.checkpoint.tensors.table_state`, with the reading methods of a table."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -98,14 +98,14 @@ class CopiedRows:
 
 
 class SavedRows:
-    """Rows with their places in the whole table.
+    """Rows with their positions in the complete table.
 
-    Rows of one residue of ids modulo some number are next to each other, so that a process that wants the ids of
-    another residue finds them in few blocks. Nothing but the ids is copied until a piece is read. Making one counts
-    the rows of all processes: all of them do it together, in the thread that trains.
+    Rows whose ids have the same residue modulo some number are next to each other, so that a process that needs other
+    residues finds them in few blocks. Only the ids are copied until a piece is read. The constructor counts the rows
+    of all processes: all of them must call it together, in the training thread.
 
     Raises:
-        DataError: slices of rows are of different ids.
+        DataError: column slices have rows for different ids.
     """
 
     def __init__(self, share: Share, source: Rows) -> None:
@@ -122,21 +122,21 @@ class SavedRows:
                        for begin in range(low, high, rows)]  # fmt: skip
 
     def _places(self) -> tuple[int, int]:
-        """Where this process's rows begin in the whole table, and how many rows it has."""
+        """Return the position of this process's first row in the complete table, and that table's number of rows."""
         share, n = self.share, self.ids.numel()
         counts = share.gather(n if share.leads else 0)
         if not share.sliced:
             return sum(counts[: share.rank]), sum(counts)
-        told = zlib.crc32(self.ids.numpy().tobytes())
-        digests = share.gather(told if share.saves is not None else -1)
+        own_digest = zlib.crc32(self.ids.numpy().tobytes())
+        digests = share.gather(own_digest if share.saves is not None else -1)
         if len({digest for digest in digests if digest >= 0}) > 1:
             raise DataError(
-                f"table {self.name!r}: its slices have rows of different ids; was one of them changed alone?"
+                f"table {self.name!r}: all column slices must have rows for the same ids, but one was changed alone"
             )
         return 0, sum(counts)
 
     def pieces(self, column: str) -> Iterator[Piece]:
-        """What this process writes of a column; a table without rows is written by its first process."""
+        """Yield the pieces of a column that this process writes; the first process writes a table without rows."""
         share = self.share
         if column in NUMBERS:
             tiles = [Tile(0, 8, 0)] if share.leads and share.saves is not None else []
@@ -159,10 +159,10 @@ class SavedRows:
                     yield Piece(column, begin, end, tile, (at, tile.at // item), (end - begin, width))
 
     def read(self, piece: Piece) -> Tensor:
-        """The rows of a piece as they are now.
+        """Read the current rows of a piece.
 
         Raises:
-            DataError: some of them are gone.
+            DataError: some of them were removed.
         """
         spec = self.specs[piece.column]
         if piece.begin == piece.end:
@@ -179,13 +179,13 @@ class SavedRows:
         if found != ids.numel():
             raise DataError(
                 f"table {self.name!r}: {ids.numel() - found} rows were removed while they were saved; call state_dict "
-                "again, and let nobody evict rows until the save has ended"
+                "again, and do not evict rows until the save has ended"
             )
         return raw.view(spec.dtype)
 
 
 def _in_parts(ids: Tensor, share: tuple[int, int], nbytes: int) -> tuple[Tensor, list[int]]:
-    """Ids by their residue, and where those of each begin; few enough that a part is not small."""
+    """Sort ids by residue, and return the begin of each part; the modulus is small enough to avoid small parts."""
     parts = next(count for count in _PARTS if count == 1 or nbytes // count >= _PART_BYTES)
     if parts == 1:
         return ids, [0, ids.numel()]

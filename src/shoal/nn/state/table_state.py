@@ -1,4 +1,4 @@
-"""`TableState`: a table in a ``state_dict``: its columns as tensors, in pieces when saved, landing when loaded."""
+"""`TableState`: a table in a ``state_dict``: its columns as tensors, saved and loaded in pieces."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from shoal.table.checkpoint.shares import Share, Tile
 from shoal.table.checkpoint.tensors import KEPT, RowLoad, table_state
 
 OPTIONAL = ("filter", KEPT)
-"""What only some tables have: the counts of an admission filter, and what the policy of a budget keeps of rows."""
+"""Tensors that only some tables have: the counts of an admission filter, and the eviction policy's data per row."""
 _BYTES = Spec(None, torch.uint8)
 
 
 class TableState:
     """One table's part of a ``state_dict``.
 
-    Its tensors are a copy of the table, which is made when somebody looks at them, or just before the table changes.
-    Over ranks they are those of this rank's rows. What is saved before that is read piece by piece.
+    Its tensors are a copy of the table, made when they are first read or just before the table changes; over ranks, of
+    this rank's rows. A save before that reads the table piece by piece.
     """
 
     def __init__(self, share: Share) -> None:
@@ -43,12 +43,12 @@ class TableState:
         self._expected: set[str] = set()
         self.landing: Landing | None = None
         wait_for_change(share.table, self)
-        if share.table.replayed:  # its changes are not told
+        if share.table.replayed:  # it does not report changes
             self.copy_rows()
 
     @property
     def names(self) -> list[str]:
-        """Of its tensors, without the plain ones."""
+        """The names of its `TableTensor`s."""
         return [*self.local, "config", *(["filter"] if has_counts(self.share.table) else [])]
 
     # --- as tensors ---------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class TableState:
         return self.local.get(name, _BYTES)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What came from a checkpoint, if something did; else the rows of this process as they are when first asked."""
+        """Return the columns received from a checkpoint, if any; else this process's rows as of the first call."""
         if self.landing is not None and self.landing.config is not None:
             came = self.landing.rows() | {"config": self.landing.config}
             joined = {name: torch.cat([own[at] for at in sorted(own)]) for name, own in self.landing.blobs.items()}
@@ -67,7 +67,7 @@ class TableState:
         return self._tensors
 
     def copy_rows(self) -> None:
-        """Reads the table, if that was not done yet."""
+        """Copy the rows, unless that was done before."""
         with self._copying:
             if self._tensors is not None:
                 return
@@ -78,11 +78,11 @@ class TableState:
 
     @property
     def copied(self) -> bool:
-        """Whether the rows have been read."""
+        """Whether the rows have been copied."""
         return self._tensors is not None
 
     def config(self) -> Tensor:
-        """The configuration of whole rows."""
+        """The configuration of complete rows."""
         entry = self.share.shape.table_config.entry_config.SerializeToString(deterministic=True)
         return torch.frombuffer(bytearray(entry), dtype=torch.uint8)
 
@@ -90,7 +90,7 @@ class TableState:
         return _BLOBS[name](self.share) if self._tensors is None else self._tensors[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor of this process."""
+        """The shape of a tensor of this process."""
         landing = self.landing
         if name in self.local:
             came = landing is not None and landing.config is not None
@@ -102,12 +102,12 @@ class TableState:
     # --- saved --------------------------------------------------------------------------------------------------------
 
     def saved(self) -> SavedRows:
-        """The rows in pieces. All ranks of a table ask for it together, in the thread that called ``state_dict``."""
+        """Return the rows in pieces. All ranks must call it together, in the thread that called ``state_dict``."""
         if self._saved is None:
             if self.share.ranks > 1 and threading.get_ident() != self._thread:
                 raise UnsupportedError(
-                    f"table {self.name!r} is spread over {self.share.ranks} ranks, which count its rows together: save "
-                    "in the thread that calls state_dict, or have async_save copy at once (use_async_staging=False)"
+                    f"table {self.name!r} is spread over {self.share.ranks} ranks, which count its rows together: it "
+                    "must be saved in the thread that calls state_dict; for async_save use use_async_staging=False"
                 )
             source = self.share.table if self._tensors is None else CopiedRows(self._tensors)
             self._saved = SavedRows(self.share, source)
@@ -115,13 +115,13 @@ class TableState:
         return self._saved
 
     def _placed(self, name: str) -> tuple[int, int, Tensor]:
-        """Other bytes of this process: where they begin among those of all, how many these are, and they."""
+        """Return other bytes of this process: offset among those of all processes, total size, and the bytes."""
         blob = self._blob(name)
         sizes = self.share.gather(blob.numel())
         return sum(sizes[: self.share.rank]), sum(sizes), blob
 
     def pieces(self, name: str) -> Iterator[Piece]:
-        """What this process writes of a column."""
+        """Yield the pieces of a column that this process writes."""
         saved = self.saved()
         if name in self.local:
             yield from saved.pieces(name)
@@ -134,14 +134,14 @@ class TableState:
                 yield Piece(name, 0, blob.numel(), Tile(0, 0, 0), (at,), (blob.numel(),))
 
     def size(self, name: str) -> tuple[int, ...]:
-        """Of a column of the whole table."""
+        """Return the size of a column of the complete table."""
         saved = self.saved()
         if name in self.local:
             return saved.specs[name].size(saved.total)
         return (self.config().numel(),) if name == "config" else (self._blobs[name][1],)
 
     def read(self, name: str, offsets: tuple[int, ...]) -> Tensor:
-        """The piece of a column that begins there."""
+        """Read the piece of a column that begins at ``offsets``."""
         saved = self.saved()
         if name not in self.local:
             return self.config() if name == "config" else self._blobs[name][2]
@@ -150,9 +150,9 @@ class TableState:
         return saved.read(self._by_place[name][offsets])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableState:
-        """The same with a copy of the rows, which is made now."""
+        """Return a copy with the current rows."""
         if self.share.ranks > 1:
-            self.saved()  # counted by all ranks now, not by a thread that saves
+            self.saved()  # all ranks count now, not in a thread that saves
         self.copy_rows()
         twin = copy.copy(self)
         twin._copying = threading.Lock()
@@ -162,9 +162,9 @@ class TableState:
     # --- loaded -------------------------------------------------------------------------------------------------------
 
     def begin_landing(self, name: str) -> list[tuple[int, int]]:
-        """Expects a column from a checkpoint: where its rows begin, and how many are wanted.
+        """Prepare to receive a column from a checkpoint; return the begin and number of the rows to request.
 
-        A column that was expected before begins another load.
+        Calling it again for a column starts another load.
         """
         if self.landing is None or name in self._expected:
             self.landing, self._expected = Landing(self.share), set()
@@ -173,18 +173,18 @@ class TableState:
 
 
 def load_state(share: Share, values: dict[str, Any]) -> None:
-    """Replaces the rows of a table by those of a ``state_dict``: `TableTensor`s, or plain tensors of the whole table.
+    """Replace a table's rows with those in a ``state_dict``: `TableTensor`s, or plain tensors of the complete table.
 
     Raises:
-        DataError: they are of another rank, incomplete, or of another kind of table. The table is as it was.
+        DataError: they are incomplete, or from another rank or kind of table. The table is unchanged.
     """
     state: TableState | None = getattr(values["ids"], "table_state", None)
     theirs = Share(share.table, share.shape) if state is None else state.share
     landing = None if state is None else state.landing
     if theirs.ranks > 1 and theirs.compatible != share.compatible:
         raise DataError(
-            f"table {share.table.name!r}: the state is of rank {theirs.rank} of {theirs.ranks}, which has other rows; "
-            "use torch.distributed.checkpoint, or shoal.sharded.shard(model, plan)"
+            f"table {share.table.name!r}: the state is from rank {theirs.rank} of {theirs.ranks}, which has other "
+            "rows; use torch.distributed.checkpoint, or shoal.sharded.shard(model, plan)"
         )
     blobs: dict[str, dict[int, Tensor]]
     if landing is not None and landing.config is not None:
@@ -194,7 +194,7 @@ def load_state(share: Share, values: dict[str, Any]) -> None:
         whole = {name: _plain(value) for name, value in values.items()}
         blobs = {name: {0: whole[name]} for name in _BLOBS if name in whole}
         kept = [KEPT] if KEPT in whole and share.table.has_budget else []
-        if theirs.ranks > 1 or (share.keeps == (0, 1) and not share.sliced):  # rows as this process has them
+        if theirs.ranks > 1 or (share.keeps == (0, 1) and not share.sliced):  # the rows have this process's format
             load = RowLoad(share.table, whole["config"], share.shape)
             load.add(*(whole[name] for name in (*COLUMNS, *kept)))
             load.commit(whole["scales"])

@@ -1,4 +1,4 @@
-"""`TableTensor`: a column of a table as a tensor, which ``torch.distributed.checkpoint`` writes and fills in pieces."""
+"""`TableTensor`: a column of a table as a tensor that ``torch.distributed.checkpoint`` writes and fills in pieces."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from shoal.errors import UnsupportedError
 from shoal.nn.state.landing import ANY_ROWS, Landing
 from shoal.nn.state.saved import COLUMNS
 from shoal.nn.state.table_state import TableState
+from shoal.nn.state.torch_checkpoint import chunk_list, write_items
 from shoal.table.checkpoint.tensors import KEPT
 
 
 class TableTensor(torch.Tensor):
-    """One of the tensors that a module's ``state_dict`` has of a table: its ids, rows, optimizer state or times.
+    """A column of a table in a module's ``state_dict``: its ids, rows, optimizer state or times.
 
-    It is an ordinary tensor for whoever computes with it, prints it or saves it with ``torch.save``, of the rows that
-    this process has when ``state_dict`` is called. They are copied when somebody looks at them, or before they change.
-    ``torch.distributed.checkpoint`` sees the table over all ranks instead: it writes each rank's rows a piece at a
-    time, and fills a table with however many rows a checkpoint has.
+    Computing, printing and ``torch.save`` treat it as an ordinary tensor of the rows that this process has when
+    ``state_dict`` is called. They are copied when they are first read, or before they change.
+    ``torch.distributed.checkpoint`` sees the table over all ranks instead: it writes each rank's rows piece by piece,
+    and loads any number of rows.
     """
 
     table_state: TableState
     _name: str
     _blank: bool
-    """Whether it is a tensor of zeros, which waits to become a copy."""
+    """Whether it is a tensor of zeros that `copy_` will replace."""
 
     @staticmethod
     def __new__(cls, state: TableState, name: str) -> TableTensor:
@@ -45,14 +46,14 @@ class TableTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.zeros_like.default and not (kwargs or {}).get("dtype"):
-            return args[0].blank()  # what a copy for async_save begins with
+            return args[0].blank()  # async_save makes its copy from this
         plain = lambda each: each.tensor() if isinstance(each, TableTensor) else each  # noqa: E731
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 
     # --- as a tensor --------------------------------------------------------------------------------------------------
 
     def tensor(self) -> Tensor:
-        """A plain tensor of the rows of this process, which are copied when first asked for."""
+        """Return a plain tensor of this process's rows, copied on the first call."""
         if self._blank:
             return torch.zeros(self.shape, dtype=self.dtype, device="cpu")
         return self.table_state.tensors()[self._name]
@@ -65,30 +66,30 @@ class TableTensor(torch.Tensor):
         return RowsSize(self, self._any_size()) if dim is None else self.shape[dim]
 
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
-        """False over ranks: it is not in one memory, and those who write memory as it is must not take it for that."""
+        """False over ranks: its data is not in one memory, so it must not be written as raw memory."""
         return self.table_state.share.ranks == 1
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.tensor().untyped_storage()
 
     def data_ptr(self) -> int:
-        """0 until somebody has looked at the tensor, and over ranks."""
+        """0 until the tensor is first read, and over ranks."""
         return self.tensor().data_ptr() if self.is_contiguous() and self.table_state.copied else 0
 
     def new_empty(self, *size: Any, **options: Any) -> Any:  # pyrefly: ignore[bad-override]
-        """With its own size: what a copy for ``async_save`` begins with."""
+        """Return a `blank` tensor if called with its own size, as ``async_save`` does to make its copy."""
         if size and isinstance(size[0], RowsSize):
             return self.blank()
         return torch.empty(*size, dtype=options.pop("dtype", None) or self.dtype, **options)
 
     def blank(self) -> TableTensor:
-        """Zeros, which `copy_` makes a copy of this one."""
+        """Return a tensor of zeros that `copy_` will turn into a copy of this one."""
         twin = TableTensor(self.table_state, self._name)
         twin._blank = True
         return twin
 
     def copy_(self, src: Any, non_blocking: bool = False) -> TableTensor:  # pyrefly: ignore[bad-override]
-        """Becomes a copy of another one, which later updates do not reach."""
+        """Become a copy of another one, unaffected by later updates."""
         if not isinstance(src, TableTensor):
             raise UnsupportedError("rows cannot be written through a state_dict; use load_state_dict")
         self.table_state, self._blank = copy.deepcopy(src.table_state), False
@@ -118,27 +119,15 @@ class TableTensor(torch.Tensor):
     # --- for torch.distributed.checkpoint -----------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
         self.table_state.landing = None
-        size, properties = torch.Size(self.table_state.size(self._name)), TensorProperties(dtype=self.dtype)
-        items = []
-        for piece in self.table_state.pieces(self._name):
-            offsets = torch.Size(piece.offsets)
-            chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(piece.sizes))
-            data = TensorWriteData(chunk=chunk, properties=properties, size=size)
-            items.append(WriteItem(index=MetadataIndex(fqn, offsets), type=WriteItemType.SHARD, tensor_data=data))
-        return items
+        pieces = [(piece.offsets, piece.sizes) for piece in self.table_state.pieces(self._name)]
+        return write_items(fqn, self.dtype, self.table_state.size(self._name), pieces)
 
     def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
         spec, wanted = self.table_state.whole.get(self._name), self.table_state.begin_landing(self._name)
         sizes = [(rows,) if spec is None else spec.size(rows) for _, rows in wanted]
         starts = [(row, *(0 for _ in size[1:])) for (row, _), size in zip(wanted, sizes, strict=True)]
-        pairs = zip(starts, sizes, strict=True)
-        return [ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(size)) for at, size in pairs]
+        return chunk_list(zip(starts, sizes, strict=True))
 
     def __get_tensor_shard__(self, index: Any) -> Any:
         if self.table_state.landing is not None:
@@ -151,14 +140,14 @@ class TableTensor(torch.Tensor):
 
     @property
     def name(self) -> str:  # pyrefly: ignore[bad-override]
-        """Of the column."""
+        """The name of the column."""
         return self._name
 
 
 def tensors_of(state: TableState, global_step: int) -> dict[str, Tensor]:
-    """The tensors of a table in a ``state_dict``, by the end of their names."""
+    """Return the tensors of a table in a ``state_dict``, by the last part of their keys."""
     columns: dict[str, Tensor] = {name: TableTensor(state, name) for name in state.names}
-    if not state.rows:  # so that `dcp.load` into a new model does not insist on it: rows without a budget have none
+    if not state.rows:  # else `dcp.load` into a new model would require it, also of rows saved without a budget
         columns.pop(KEPT, None)
     scales = torch.tensor(state.share.table.scales(), dtype=torch.float32, device="cpu")
     plain = {"scales": scales, "global_step": torch.tensor(global_step, device="cpu")}
@@ -166,7 +155,7 @@ def tensors_of(state: TableState, global_step: int) -> dict[str, Tensor]:
 
 
 class AnyName:
-    """Has every public attribute, which is itself."""
+    """An object whose every public attribute is itself."""
 
     def __getattr__(self, name: str) -> AnyName:
         if name.startswith("_"):
@@ -175,10 +164,10 @@ class AnyName:
 
 
 class RowsSize:
-    """The size of a `TableTensor`: a sequence of numbers, as torch.Size is.
+    """The size of a `TableTensor`: a sequence of numbers like torch.Size, for the checks of a checkpoint's loader.
 
-    It differs from a size (``!=``) where whole rows of that size could not be put into the table: by anything but their
-    number. That is what ``torch.distributed.checkpoint`` asks before it loads.
+    It differs from another size (``!=``) if rows of that size do not fit the table; the number of rows does not matter.
+    ``torch.distributed.checkpoint`` makes this comparison before it loads.
     """
 
     __slots__ = ("_of", "_whole")
@@ -210,7 +199,7 @@ class RowsSize:
 
 
 class Inlet:
-    """What a checkpoint's pieces are copied into: it has the methods of a tensor that readers of checkpoints call."""
+    """The target of a checkpoint's pieces: has the methods of a tensor that a checkpoint's loader calls."""
 
     def __init__(self, of: TableTensor, landing: Landing, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         self._of, self._landing, self._offsets, self._sizes = of, landing, offsets, sizes

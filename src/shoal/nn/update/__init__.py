@@ -1,1 +1,1 @@
-"""Writing rows: the gradients of a backward pass, those that wait for a step, and when an update happens."""
+"""Updating rows: the gradients of a backward pass, gradients pending for a step, and the number and time of updates."""

@@ -1,4 +1,4 @@
-"""Gradients of rows that wait for a step: as parts of groups, unexpanded, or as sums by id once somebody looks."""
+"""Pending gradients of rows: as unexpanded parts of groups, or as sums by id once they are read."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from shoal.table.protocol import Found, Group, Part, group_of
 if TYPE_CHECKING:
     from shoal.nn.keeper import TableKeeper
 
-# Rows are summed by id once there are so many of them and twice what the last sum left, so that a long accumulation
-# takes the memory of its distinct ids.
+# Rows are summed by id once there are this many and twice as many as after the last sum, so that a long accumulation
+# only needs memory for its distinct ids.
 _SUM_ROWS = 1 << 20
 _lock = threading.RLock()
 
 
 class Gradients:
-    """``(ids, grads)`` of one table; an id may occur often. Safe to use from several threads."""
+    """``(ids, grads)`` of one table; ids may repeat. Safe to use from several threads."""
 
     def __init__(self, dim: int, device: torch.device | str = "cpu") -> None:
         self._dim, self._device = dim, device
         self._parts: list[tuple[Tensor, Tensor]] = []
         self._rows = 0
         self._sum_at = _SUM_ROWS
-        self._summed = True  # no id is there twice
+        self._summed = True  # ids are distinct
         self.came = False
-        """Whether there is a gradient, be it of no ids."""
+        """Whether a gradient was added, even one without ids."""
 
     def add(self, ids: Tensor, grads: Tensor) -> None:
-        """Keeps both tensors, which nobody may change afterwards."""
+        """Keep both tensors, which must not be changed afterwards."""
         with _lock:
             self.came = True
             if not ids.numel():
@@ -50,7 +50,7 @@ class Gradients:
                 self._sum_at = max(_SUM_ROWS, 2 * self._rows)
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        """Everything there is, which is gone from here; None if no gradient came. Equal ids are not summed yet."""
+        """Remove and return everything, not summed by id; None if no gradient was added."""
         with _lock:
             parts, self._parts, self._rows = self._parts, [], 0
             came, self.came = self.came, False
@@ -58,13 +58,13 @@ class Gradients:
         return self._joined(parts) if came else None
 
     def sums(self) -> tuple[Tensor, Tensor]:
-        """Distinct ids and the sums of their gradients, still kept here: what is done to them in place, counts."""
+        """Return distinct ids and the sums of their gradients, which stay pending and can be changed in place."""
         with _lock:
             self._sum()
             return self._joined(self._parts)
 
     def __len__(self) -> int:
-        """Rows waiting, equal ids counted each."""
+        """Number of pending rows, repeated ids included."""
         return self._rows
 
     def _sum(self) -> None:
@@ -75,15 +75,15 @@ class Gradients:
 
     def _joined(self, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         if not parts:
-            nothing = torch.empty(0, self._dim, dtype=torch.float32, device=self._device)
-            return torch.empty(0, dtype=torch.int64, device=self._device), nothing
+            no_grads = torch.empty(0, self._dim, dtype=torch.float32, device=self._device)
+            return torch.empty(0, dtype=torch.int64, device=self._device), no_grads
         if len(parts) == 1:
             return parts[0]
         return torch.cat([ids for ids, _ in parts]), torch.cat([grads for _, grads in parts])
 
 
 def sum_by_id(ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct ids, by first occurrence, and the sums of their rows; always new tensors."""
+    """Return distinct ids, by first occurrence, and the sums of their rows, in new tensors."""
     n, dim = grads.shape
     if ids.is_cuda:
         distinct, place = torch.unique(ids, return_inverse=True)
@@ -95,7 +95,7 @@ def sum_by_id(ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Waiting:
-    """The parts of one group that wait, in one place for all its tables."""
+    """The pending parts of one group, shared by all its tables."""
 
     def __init__(self, group: Group, keepers: tuple[TableKeeper, ...]) -> None:
         self.collective = group.traits.collective
@@ -106,11 +106,11 @@ class Waiting:
         self._group = weakref.ref(group)
 
     def parts(self) -> list[Part]:
-        """In the order of the forwards, whatever that of the backwards was."""
+        """Return the parts in the order of the forwards, not of the backward passes."""
         return [part for _, part in sorted(self.numbered, key=lambda numbered: numbered[0])]
 
     def unit(self) -> Unit:
-        """The update to make, by the group of the forward or, if it is gone with its module, by one like it."""
+        """Return the update with the forward's group or, if its module was deleted, with an equal one."""
         group = self._group()
         if group is not None:
             return Unit(group, self.keepers, self.parts())
@@ -123,29 +123,29 @@ class Waiting:
 
 
 class Pending:
-    """The gradients of one table that wait for a step."""
+    """The pending gradients of one table."""
 
     def __init__(self, keeper: TableKeeper) -> None:
         self.rows = Gradients(keeper.dim, keeper.device)
-        """What was expanded, since somebody looked or since a group could not be updated as one."""
+        """Expanded gradients: those that were read, or whose group could not be updated as one."""
         self.waiting: dict[tuple[int, ...], Waiting] = {}
         self._keeper = weakref.ref(keeper)
 
     def sums(self) -> tuple[Tensor, Tensor]:
-        """Distinct ids and the sums of their gradients, which still wait: what is done to them in place, counts."""
+        """Return distinct ids and the sums of their gradients, which stay pending and can be changed in place."""
         with _lock:
             _expand_all(self.waiting.values())
             return self.rows.sums()
 
     def clear(self) -> None:
-        """Drops what waits for this table."""
+        """Drop the pending gradients of this table."""
         keeper = self._keeper()
         if keeper is not None:
             clear_pending([keeper])
 
 
 def add_waiting(group: Group, keepers: tuple[TableKeeper, ...], part: Part, number: int) -> None:
-    """Keeps a part of the forward with a number, whose tensors nobody may change afterwards, until a step."""
+    """Keep a part of forward ``number`` until a step; its tensors must not be changed afterwards."""
     key = tuple([keeper.handle for keeper in keepers])
     with _lock:
         waiting = keepers[0].pending.waiting.get(key)
@@ -155,22 +155,22 @@ def add_waiting(group: Group, keepers: tuple[TableKeeper, ...], part: Part, numb
                 keeper.pending.waiting[key] = waiting
         waiting.numbered.append((number, part))
         waiting.ids += part.found.ids.numel()
-        if waiting.ids > _SUM_ROWS and not waiting.collective:  # a rank must not decide this alone
+        if waiting.ids > _SUM_ROWS and not waiting.collective:  # ranks must not differ in this
             _expand_all([waiting])
 
 
 def detached(part: Part) -> Part:
-    """The part with copies of what the user may change before the step."""
+    """Return the part with copies of the tensors that the user can change before the step."""
     offsets, weights = (None if one is None else one.clone() for one in (part.offsets, part.weights))
     ids, counts, where, came = part.found
-    if counts.shape[0] != len(part.features.tables):  # they are the offsets
+    if counts.shape[0] != len(part.features.tables):  # counts are the offsets
         counts = counts.clone() if offsets is None else offsets
     found = Found(ids.clone(), counts, where, came)
     return Part(found, part.features, part.grad.clone(), offsets, weights, part.marks)
 
 
 def clear_pending(keepers: Sequence[TableKeeper]) -> None:
-    """Drops the gradients that wait for some tables; those of others stay."""
+    """Drop the pending gradients of some tables; those of others stay."""
     with _lock:
         handles = {keeper.handle for keeper in keepers}
         for waiting in _waiting_of(keepers):
@@ -183,7 +183,7 @@ def clear_pending(keepers: Sequence[TableKeeper]) -> None:
 
 
 def take_pending(keepers: Sequence[TableKeeper]) -> list[Unit]:
-    """The updates that some tables wait for, each table in one of them; nothing waits for them afterwards."""
+    """Remove and return the pending updates of some tables; each table is in only one of them."""
     with _lock:
         handles = {keeper.handle for keeper in keepers}
         uses = dict.fromkeys(handles, 0)
@@ -193,10 +193,10 @@ def take_pending(keepers: Sequence[TableKeeper]) -> list[Unit]:
         for waiting in found:
             for keeper in waiting.keepers:
                 uses[keeper.handle] = uses.get(keeper.handle, 0) + 1
-        whole = []
+        complete = []
         for waiting in found:
             if all(keeper.handle in handles and uses[keeper.handle] == 1 for keeper in waiting.keepers):
-                whole.append(waiting)
+                complete.append(waiting)
                 _remove(waiting)
             else:
                 _expand_all([waiting])
@@ -205,14 +205,14 @@ def take_pending(keepers: Sequence[TableKeeper]) -> list[Unit]:
             taken = keeper.pending.rows.take()
             if taken is not None:
                 rows[keeper] = [taken]
-    return [waiting.unit() for waiting in whole] + row_units(rows)
+    return [waiting.unit() for waiting in complete] + row_units(rows)
 
 
 def put_back(unit: Unit) -> None:
-    """Has an update that was taken wait again."""
+    """Return an update that `take_pending` removed to the pending ones."""
     if unit.rows is None:
         for part in unit.parts:
-            add_waiting(unit.group, unit.keepers, part, -1)  # before those that came since, in the order that they have
+            add_waiting(unit.group, unit.keepers, part, -1)  # before later ones, in their own order
         return
     for keeper, parts in unit.rows.items():
         for ids, grads in parts:
@@ -239,14 +239,14 @@ def _expand_all(several: Iterable[Waiting]) -> None:
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.RLock()  # the child does not have the thread that may hold it
+    _lock = threading.RLock()  # the thread that may hold it does not exist in the child
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 def is_empty(unit: Unit) -> bool:
-    """Whether an update has no ids, and nobody else takes part in it."""
+    """Whether an update has no ids and involves no other rank."""
     for part in unit.parts:
         if part.found.ids.numel():
             return False

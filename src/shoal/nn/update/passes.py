@@ -1,4 +1,4 @@
-"""A backward pass: its gradients are collected by group and make one update of each table when it ends."""
+"""A backward pass: collects gradients by group and makes one update of each table when it ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shoal.nn.read.plan import Call
 
 numbers = itertools.count()
-"""Forwards take a number each, so that updates of ranks that work together come in the order of their finds."""
+"""Numbers of forwards, so that ranks that work together make their updates in the order of their finds."""
 _WAITS = {True}
 _passes: dict[int, weakref.ref[_Pass]] = {}
 _making = threading.Lock()
@@ -41,7 +41,7 @@ _queue = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def hand_over(number: int, given: Sequence[tuple[Call, Part]]) -> None:
-    """Takes the gradients of one forward from backward: keeps them for a step, or has this pass apply them."""
+    """Receive the gradients of one forward from backward: keep them for a step, or apply them when this pass ends."""
     passed: _Pass | None = None
     for call, part in given:
         waits = {keeper.waits for keeper in call.touched}
@@ -50,7 +50,7 @@ def hand_over(number: int, given: Sequence[tuple[Call, Part]]) -> None:
             continue
         if passed is None:
             passed = _pass_of(call)
-        if len(waits) > 1:  # tables of one group, some of which an optimizer holds
+        if len(waits) > 1:  # an optimizer holds some tables of the group
             kept = detached(part)
             for table, ids, grads in expand(kept, call.group.dim):
                 keeper = call.keepers[table]
@@ -60,7 +60,7 @@ def hand_over(number: int, given: Sequence[tuple[Call, Part]]) -> None:
                     passed.rows.setdefault(keeper, []).append((ids, grads))
         else:
             passed.entries.append((number, call, part))
-    if passed is not None and not passed.queued:  # an op called by hand, outside backward
+    if passed is not None and not passed.queued:  # the op was called directly, outside backward
         passed.end()
 
 
@@ -89,14 +89,14 @@ class _Pass:
 
 
 def _pass_of(call: Call) -> _Pass:
-    """The pass that runs now; a new one that ends at once where none does."""
+    """Return the running pass; outside backward, a new one that ends at once."""
     task = _current_task()
     if task < 0:
         return _Pass()
     if is_scaled(task):
         raise ConfigError(
             f"table {call.touched[0].name!r} updates its rows in backward, where a GradScaler's gradients are "
-            "still scaled; nothing was applied. Make a SparseOptimizer over the modules (not fused=True) and call "
+            "still scaled; nothing was applied. Create a SparseOptimizer over the modules (not fused=True) and call "
             "scaler.step(optimizer), or autocast to bfloat16, which needs no GradScaler"
         )
     current = _running(task)
@@ -106,7 +106,7 @@ def _pass_of(call: Call) -> _Pass:
             if current is None:
                 current = _Pass()
                 current.queued = True
-                # The engine holds the callback, and with it the pass: a backward that fails drops both.
+                # The engine keeps the callback, and thereby the pass, alive; a backward that fails drops both.
                 _queue(current.end)
                 _passes[task] = weakref.ref(current, lambda _: _passes.pop(task, None))
     return current
@@ -118,7 +118,7 @@ def _running(task: int) -> _Pass | None:
 
 
 def run(units: Sequence[Unit]) -> None:
-    """One step of the tables of each group, in backward."""
+    """Make one step of the tables of each group, in backward."""
     if len(units) == 1 and units[0].group.traits.shares is None:  # the usual case
         (unit,) = units
         if is_empty(unit):
@@ -141,7 +141,7 @@ def run(units: Sequence[Unit]) -> None:
 
 def _after_fork() -> None:
     global _making
-    _making = threading.Lock()  # the child does not have the thread that may hold it
+    _making = threading.Lock()  # the thread that may hold it does not exist in the child
 
 
 os.register_at_fork(after_in_child=_after_fork)

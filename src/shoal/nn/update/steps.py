@@ -1,4 +1,4 @@
-"""Which step an update is, and when it happens: numbers, or device tensors that a captured CUDA graph reads."""
+"""The step number and time of an update: numbers, or device tensors that a captured CUDA graph reads."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _counting = threading.Lock()
 
 
 class StepCounter:
-    """The number of the next update. On the host, until a CUDA graph captures an update: from then on the device
-    counts, since nobody else sees a replay."""
+    """The number of the next update. The host counts until a CUDA graph captures an update; from then on the device
+    does, because the host does not see replays."""
 
     def __init__(self) -> None:
         self._number = 0
         self.counted: Tensor | None = None
-        """int64 ``[1]``: updates since the first capture; None before that."""
+        """int64 ``[1]``: number of updates since the first capture; None before that."""
 
     @property
     def number(self) -> int:
@@ -40,27 +40,27 @@ class StepCounter:
             self.counted.zero_()
 
     def on_device(self) -> Tensor:
-        """int64 ``[1]``, once `counted` is set."""
+        """Return the number as int64 ``[1]``; `counted` must be set."""
         assert self.counted is not None
         return self.counted + self._number
 
 
 class GroupClock:
-    """Device tensors of a group whose updates can be captured, made by the first update that is not."""
+    """Device tensors of a group whose updates can be captured, made by its first update outside a capture."""
 
     def __init__(self, device: torch.device, seconds: int) -> None:
         self.counted = torch.zeros(1, dtype=torch.int64, device=device)
         self.seconds = torch.full((1,), int(seconds), dtype=torch.int64, device=device)
-        """What a replay stamps rows with; see `refresh`."""
+        """The timestamp that a replay writes; see `refresh`."""
 
 
 _clocks: weakref.WeakKeyDictionary[Any, GroupClock] = weakref.WeakKeyDictionary()
 
 
 def next_step(group: Group, keepers: Sequence[TableKeeper]) -> Step:
-    """The step of an update of some tables of a group in backward; counts it.
+    """Count an update of some tables of a group in backward, and return its step.
 
-    Tables that have seen different numbers of updates continue from the largest.
+    Tables with different numbers of updates continue from the largest.
     """
     seconds = keepers[0].time()
     if not group.traits.capturable:
@@ -73,7 +73,7 @@ def next_step(group: Group, keepers: Sequence[TableKeeper]) -> Step:
         return Step(_count(keepers), seconds)
     if clock is None:
         raise UnsupportedError(
-            f"table {keepers[0].name!r}: run the step once, without capturing it, before it is captured in a CUDA graph"
+            f"table {keepers[0].name!r}: a step must run once without capture before a CUDA graph captures it"
         )
     counter = _shared(keepers, clock)
     number = counter.on_device()
@@ -96,7 +96,7 @@ def _count(keepers: Sequence[TableKeeper]) -> int:
 
 
 def _shared(keepers: Sequence[TableKeeper], clock: GroupClock) -> StepCounter:
-    """One counter for the tables, which counts on the device."""
+    """Return the common counter of the tables, which counts on the device."""
     counter = keepers[0].counter
     if any(keeper.counter is not counter for keeper in keepers) or counter.counted is None:
         ready = [keeper.counter for keeper in keepers if keeper.counter.counted is not None]
@@ -112,7 +112,7 @@ def _shared(keepers: Sequence[TableKeeper], clock: GroupClock) -> StepCounter:
 
 
 def refresh(groups: Iterable[tuple[Group, TableKeeper]]) -> None:
-    """Writes the current time to where the captured updates of groups read it."""
+    """Write the current time to the tensors that the captured updates of groups read."""
     for group, keeper in groups:
         clock = _clocks.get(group)
         if clock is not None:
@@ -121,7 +121,7 @@ def refresh(groups: Iterable[tuple[Group, TableKeeper]]) -> None:
 
 def _after_fork() -> None:
     global _counting
-    _counting = threading.Lock()  # the child does not have the thread that may hold it
+    _counting = threading.Lock()  # the thread that may hold it does not exist in the child
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,4 +1,4 @@
-"""`Unit`: an update to make of one group, and how several of them become such that no table is in two."""
+"""`Unit`: an update of one group; updates are merged so that each table is in only one."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Unit(NamedTuple):
 
     group: Group
     keepers: tuple[TableKeeper, ...]
-    """Of the group's tables, in their order."""
+    """The keepers of the group's tables, in their order."""
     parts: list[Part]
     rows: RowsByTable | None = None
-    """Where the parts come from, if they are not of a forward."""
+    """The source of the parts, if they do not come from a forward."""
 
     def touched(self) -> list[TableKeeper]:
-        """The tables that the parts are of."""
+        """The tables that the parts update."""
         if len(self.keepers) == 1:
             return [self.keepers[0]]
         if len(self.parts) == 1:
@@ -47,7 +47,7 @@ def _distinct(places: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def expand(part: Part, dim: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The table, ids and row gradients of each feature of a part, without padding. Waits for the device."""
+    """Yield the table, ids and row gradients of each feature of a part, without padding. Waits for the device."""
     sizes = part.found.sizes(part.features)
     rows = row_gradients(part, dim)
     for table, ids, grads in zip(part.features.tables, part.found.ids.split(sizes), rows.split(sizes), strict=True):
@@ -58,7 +58,7 @@ def expand(part: Part, dim: int) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 def disjoint(units: Sequence[Unit]) -> list[Unit]:
-    """The same updates such that each table is in one of them, so that each of its ids makes one step.
+    """Merge updates so that each table is in only one of them and each of its ids makes one step.
 
     Groups that share a table are updated by rows, all their tables together.
     """
@@ -78,14 +78,14 @@ def disjoint(units: Sequence[Unit]) -> list[Unit]:
 
 
 def add_rows(rows: RowsByTable, unit: Unit) -> None:
-    """Expands the parts of an update."""
+    """Expand the parts of an update into ``rows``."""
     for part in unit.parts:
         for table, ids, grads in expand(part, unit.group.dim):
             rows.setdefault(unit.keepers[table], []).append((ids, grads))
 
 
 def row_units(rows: RowsByTable) -> list[Unit]:
-    """The updates of rows by table, of as few groups as there are."""
+    """Return updates of rows by table, with as few groups as possible."""
     keepers = list(rows)
     units = []
     for group, places in groups_of([keeper.table for keeper in keepers]):
@@ -100,7 +100,7 @@ def row_units(rows: RowsByTable) -> list[Unit]:
 
 
 def lane_of(keepers: Iterable[TableKeeper]) -> Lane | None:
-    """Who reads and updates the rows of some tables; None: whoever asks."""
+    """Return the thread that reads and updates the rows of some tables; None: the calling thread does."""
     for keeper in keepers:
         if keeper.lane is not None:
             return keeper.lane
@@ -108,9 +108,9 @@ def lane_of(keepers: Iterable[TableKeeper]) -> Lane | None:
 
 
 def update_all(updates: Iterable[tuple[Unit, Step]]) -> None:
-    """Makes updates of groups in which no table is twice; groups over the same ranks share their exchange.
+    """Make updates of groups, each table in only one of them; groups over the same ranks share their exchange.
 
-    Where tables have a lane, it makes the updates later, with the steps of now.
+    If tables have a lane, it makes the updates later, with the given steps.
     """
     updates = list(updates)
     lane = lane_of(keeper for unit, _ in updates for keeper in unit.keepers)
@@ -137,13 +137,13 @@ def _update_now(updates: Sequence[tuple[Unit, Step]]) -> None:
 
 
 def have_one_clock(touched: Sequence[TableKeeper]) -> bool:
-    """Whether the clocks of some tables are one."""
+    """Whether some tables have the same clock."""
     first = touched[0].clock
     return not [keeper for keeper in touched if keeper.clock is not first]
 
 
 def by_clock(unit: Unit, touched: Sequence[TableKeeper]) -> list[Unit]:
-    """The update as it is or, if the clocks of its tables, ``touched``, differ, table by table."""
+    """Return the update unchanged, or one per table if the clocks of its tables, ``touched``, differ."""
     if have_one_clock(touched):
         return [unit]
     rows: RowsByTable = {}

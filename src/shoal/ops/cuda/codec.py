@@ -42,7 +42,7 @@ def _add_peer(
     TABLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``values[chunk, index] += factor * value``: a peer has no index of a chunk twice, so nobody else writes there."""
+    """``values[chunk, index] += factor * value``; no race, because a peer has each index of a chunk only once."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     if PACKED:
@@ -93,10 +93,10 @@ def add_peer(
     k: int,
     packed: bool,
 ) -> None:
-    """Adds one peer's chunks to the sums ``values`` and the int32 ``counts``, both ``[chunks, totalk]``, in place.
+    """Add one peer's chunks to the sums ``values`` and the int32 ``counts``, both ``[chunks, totalk]``, in place.
 
     ``idxs`` is uint8 (``packed``) or int32; ``vals`` uint8 with a ``table``, or floats; ``factor`` float32 ``[1]``.
-    Multiplied, then added, each rounded once: the same bits as on the CPU.
+    The product and the sum are rounded separately, for the same bits as on the CPU.
     """
     n = values.shape[0] * k
     if n:

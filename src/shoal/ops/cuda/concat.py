@@ -1,13 +1,11 @@
-"""`aligned_flat_concat` of tensors that nobody differentiates: one launch joins, pads and scales all of them."""
+"""`aligned_flat_concat` of tensors without gradients: one launch joins, pads and scales all of them."""
 
 from __future__ import annotations
-
-import struct
 
 import triton.language as tl
 from torch import Tensor
 
-from shoal.ops.cuda.launch import ELEMENTS, Kernel, part_of, pointer, steps, tiles, upload
+from shoal.ops.cuda.launch import ELEMENTS, Kernel, float64_bits, part_of, pointer, steps, tiles, upload
 
 _BLOCK = 2048
 
@@ -17,7 +15,7 @@ def _join(
     tile_starts, addresses, lengths, places, out, scale, parts,
     ALIGN: tl.constexpr, ELEMENT: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of one tensor to its place, times ``scale``, with zeros up to the next place."""
+    """Copy a block of one tensor to its place, times ``scale``, with zeros up to the next place."""
     tile_starts, addresses = pointer(tile_starts, tl.int64), pointer(addresses, tl.int64)
     lengths, places = pointer(lengths, tl.int64), pointer(places, tl.int64)
     tile = tl.program_id(0).to(tl.int64)
@@ -32,18 +30,18 @@ def _join(
 
 
 def flat_concat(parts: list[Tensor], scale: float, align: int) -> Tensor:
-    """Tensors of one dtype, float32 or float64, on one device."""
+    """Concatenate tensors of one dtype, float32 or float64, on one device."""
     parts = [part.contiguous() for part in parts]
     lengths = [part.numel() for part in parts]
     places = [0]
     for length in lengths:
         places.append(places[-1] + -(-length // align) * align)
     out = parts[0].new_empty(places[-1])
-    edges = tiles(lengths, _BLOCK)  # a place's zeros are in the block of its last number
+    edges = tiles(lengths, _BLOCK)  # the zeros after a tensor are in its last block
     if edges[-1]:
         count = len(parts)
-        bits = struct.unpack("<q", struct.pack("<d", scale))[0]
-        numbers = upload([*edges, *(part.data_ptr() for part in parts), *lengths, *places[:-1], bits], out)
+        addresses = (part.data_ptr() for part in parts)
+        numbers = upload([*edges, *addresses, *lengths, *places[:-1], float64_bits(scale)], out)
         at = numbers.data_ptr()
         first, second, third = (at + 8 * (count + 1 + i * count) for i in range(3))
         _join(

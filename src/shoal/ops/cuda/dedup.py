@@ -13,27 +13,27 @@ from shoal.ops.cuda.hashing import insert
 from shoal.ops.cuda.launch import Kernel, aligned, blocks, on_its_device, pointer
 
 _BLOCK = 1024
-_SCANNED = 8192  # blocks whose counts one program adds up
+_SCANNED = 8192  # blocks whose counts a single program adds up
 
 
 class Distinct(NamedTuple):
-    """What `dedup` finds, all on the device: nothing has waited for it."""
+    """The result of `dedup`; all tensors are on the device, and the host does not wait for them."""
 
     keys: Tensor
     """int64 ``[n]``; the first ``count`` are the distinct keys in order of first occurrence."""
     inverse: Tensor
-    """``[n]``: each key's number among the distinct ones, int32 or as asked for."""
+    """``[n]``: each key's number among the distinct ones, int32 or ``inverse_dtype``."""
     count: Tensor
     """int32 ``[1]``."""
     ranks: Tensor
-    """int32 ``[n]``: how many distinct keys a block of 1024 has up to and including each position."""
+    """int32 ``[n]``: how many first occurrences the block of 1024 has up to and including each position."""
     bases: Tensor
-    """int32 ``[blocks + 1]``: how many distinct keys come before each block."""
+    """int32 ``[blocks + 1]``: how many first occurrences come before each block."""
 
 
 @Kernel
 def _mark(slots, places, firsts, ranks, counts, n, BLOCK: tl.constexpr):
-    """The first occurrence of each key, and the running count of such in the block."""
+    """Mark the first occurrence of each key, and count them within the block."""
     slots, places, firsts = pointer(slots, tl.int32), pointer(places, tl.int32), pointer(firsts, tl.int32)
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = o < n
@@ -47,7 +47,7 @@ def _mark(slots, places, firsts, ranks, counts, n, BLOCK: tl.constexpr):
 
 @Kernel
 def _scan(counts, bases, n, BLOCK: tl.constexpr):
-    """The running sum of the counts, from 0, and the total after them."""
+    """The exclusive running sum of the counts, followed by the total."""
     i = tl.arange(0, BLOCK)
     count = tl.load(pointer(counts, tl.int32) + i, mask=i < n, other=0)
     end = tl.cumsum(count, axis=0)
@@ -58,7 +58,7 @@ def _scan(counts, bases, n, BLOCK: tl.constexpr):
 def _compact(
     keys, firsts, ranks, bases, distinct, inverse, n, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Distinct keys to their places, and every key's number."""
+    """Write the distinct keys to their places, and every key's number."""
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = o < n
     first = tl.load(pointer(firsts, tl.int32) + o, mask=inside, other=0)
@@ -73,7 +73,7 @@ def _compact(
 
 
 def dedup(keys: Tensor, starts: Tensor | None = None, inverse_dtype: torch.dtype = torch.int32) -> Distinct:
-    """The distinct keys of ``keys`` (int64 ``[n]``, contiguous), per part if ``starts`` ``[parts + 1]`` cuts them."""
+    """The distinct keys in ``keys`` (int64 ``[n]``, contiguous), per part if ``starts`` ``[parts + 1]`` is given."""
     n = keys.shape[0]
     count = blocks(n, _BLOCK)[0]
     room = aligned(n)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.ops.cuda import launch
-from shoal.ops.cuda.launch import ELEMENTS, Kernel, part_of, pointer, steps, tiles, upload
+from shoal.ops.cuda.launch import ELEMENTS, Kernel, float64_bits, part_of, pointer, steps, tiles, upload
 
 _BLOCK = 1024
 
@@ -66,7 +65,7 @@ def _fused_gather(
     fused, size, tile_starts, offsets_at, wide, rows_at, lengths, dims, flag, scale, tables,
     BACK: tl.constexpr, ELEMENT: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copies each table's vectors out of the buffer, or adds them (``BACK``) into it."""
+    """Copy each table's vectors out of the buffer, or add them (``BACK``) into it."""
     fused, tile_starts, offsets_at = (
         pointer(fused, ELEMENT),
         pointer(tile_starts, tl.int64),
@@ -107,16 +106,11 @@ def _fused_gather(
         tl.store(rows + f, tl.load(fused + offset + column, mask=inside, other=0), mask=inside)
 
 
-def _bits(value: float) -> int:
-    """A float64 as the int64 of the same bits."""
-    return struct.unpack("<q", struct.pack("<d", value))[0]
-
-
 def _run(fused: Tensor, offsets: list[Tensor], rows: list[Tensor], dims: list[int], scale: float, back: bool) -> None:
     lengths, size = [o.shape[0] for o in offsets], fused.numel()
     tables, floats = len(dims), sum(n * d for n, d in zip(lengths, dims, strict=True))
     columns = min(128, triton.next_power_of_2(max(1, *dims, 1)))
-    # Lanes past a row's width idle: worth it while more than half of them work.
+    # By rows, lanes past a row's width are idle: use it only if more than half of the lanes work.
     by_rows = 2 * floats > sum(n * -(-d // columns) for n, d in zip(lengths, dims, strict=True)) * columns
     if by_rows:
         block = max(4, 2048 // columns)
@@ -129,7 +123,7 @@ def _run(fused: Tensor, offsets: list[Tensor], rows: list[Tensor], dims: list[in
     numbers = upload(
         [
             *edges, *(o.data_ptr() for o in offsets), *(o.dtype is torch.int64 for o in offsets),
-            *(r.data_ptr() for r in rows), *lengths, *dims, _bits(scale),
+            *(r.data_ptr() for r in rows), *lengths, *dims, float64_bits(scale),
         ],
         fused,
     )  # fmt: skip

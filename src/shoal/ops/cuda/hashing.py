@@ -1,7 +1,7 @@
-"""A scratch hash table of positions: which earlier element is equal to mine?
+"""A scratch hash table of positions: finds the first element that is equal to each element.
 
 A slot holds the position of an element, -1 while it is free. Elements claim slots by compare-and-swap with linear
-probing; equal ones lower the position to the first of them. A slot never changes hands, so the second pass needs no
+probing; equal ones lower the position to the first of them. A claimed slot keeps its key, so the second pass needs no
 probing. Elements of different parts (tables, rows) are never equal.
 """
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.ops.cuda.launch import INTERPRETED, Fast, Kernel, blocks, part_of, pointer, steps
 
-_MOST = 1 << 30  # so that slots are numbered by 31 bits
+_MOST = 1 << 30  # so that 31 bits can number the slots
 
 
 @triton.jit
 def mix(key):
-    """A hash of int64 keys in which every bit counts."""
+    """Hash int64 keys, with every bit affecting the result."""
     h = key.to(tl.uint64)
     h ^= h >> 33
     h *= 0xFF51AFD7ED558CCD
@@ -32,7 +32,7 @@ def mix(key):
 
 @triton.jit
 def _claim(slot, value, wanted, spare, INLINE: tl.constexpr):
-    """Puts the value where the slot is free (-1) and it is wanted; returns what was there."""
+    """Store the value in a wanted slot that is free (-1); returns the slot's previous value."""
     free = value * 0 - 1
     if INLINE:
         return tl.inline_asm_elementwise(
@@ -44,13 +44,13 @@ def _claim(slot, value, wanted, spare, INLINE: tl.constexpr):
             is_pure=False,
             pack=1,
         )
-    # Triton's own has no mask: lanes that want nothing swap in a place of their own.
+    # tl.atomic_cas has no mask: lanes that want no slot swap in a spare place of their own.
     return tl.atomic_cas(tl.where(wanted, slot, spare), tl.where(wanted, free, free - 1), value, sem="relaxed")
 
 
 @Kernel
 def _clear(slots, pairs, BLOCK: tl.constexpr):
-    """All slots free; two to a store."""
+    """Free all slots, two per store instruction."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(pointer(slots, tl.int64) + i, (i * 0 - 1).to(tl.int64), mask=i < pairs)
 
@@ -108,15 +108,15 @@ def _find(keys, slots, wanted, places, n, mask, flag, BLOCK: tl.constexpr):
 
 
 def capacity(n: int) -> int:
-    """Slots for ``n`` elements: a power of two, at most half of them taken, a quarter while that stays in the cache."""
+    """Slots for ``n`` elements: a power of two, at most half full, or a quarter while that fits in the cache."""
     return max(64, 1 << ((4 if n <= 1 << 21 else 2) * max(1, n) - 1).bit_length())
 
 
 def insert(keys: Tensor, places: int, starts: Tensor | None = None) -> Tensor:
-    """Hashes contiguous keys (2^30 at most); the slot of every key goes to address ``places``, int32 ``[n]``.
+    """Hash at most 2^30 contiguous keys; the slot of every key is written to address ``places``, int32 ``[n]``.
 
-    ``starts`` ``[parts + 1]`` cuts the keys into parts that have nothing in common. Of the slots that are returned,
-    that of key ``i`` holds the position of the first key that is equal to it.
+    ``starts`` ``[parts + 1]`` cuts the keys into independent parts. In the returned slots, the slot of key ``i`` holds
+    the position of the first key that is equal to it.
     """
     size = capacity(keys.shape[0])
     slots = torch.empty(size, dtype=torch.int32, device=keys.device)
@@ -139,7 +139,7 @@ def insert_at(keys: Tensor, slots: int, size: int, places: int, starts: Tensor |
 
 
 def find(keys: Tensor, wanted: Tensor, flag: Tensor) -> Tensor:
-    """Where each wanted key first occurs in ``keys``, int64, -1 for none, which raises the flag to ``n - i``."""
+    """The first position of each wanted key in ``keys``, int64; a missing one is -1 and sets the flag to ``n - i``."""
     scratch = torch.empty(keys.shape[0], dtype=torch.int32, device=keys.device)
     slots = insert(keys, scratch.data_ptr())
     n = wanted.numel()

@@ -1,7 +1,8 @@
-"""What every kernel launch shares: numbers for the device, checks that the device makes, block sizes."""
+"""Shared helpers of kernel launches: uploads of numbers, checks on the device, block sizes."""
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,17 +20,17 @@ from shoal.errors import ConfigError
 from shoal.switches import other_program_switch
 
 INTERPRETED = other_program_switch("TRITON_INTERPRET")
-"""The kernels run in Triton's interpreter, on CPU tensors."""
+"""Whether the kernels run in Triton's interpreter, on CPU tensors."""
 
 ELEMENTS = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int64: tl.int64, torch.int32: tl.int32}
-"""Triton's name of a tensor's elements."""
+"""Triton's type for each torch dtype."""
 
 
 class Kernel:
-    """A Triton kernel that is launched in a third of the usual time: all its arguments are int64, addresses included.
+    """A Triton kernel that launches in a third of the usual time: all its arguments are int64, addresses included.
 
-    The usual launch looks at every argument anew, which on a slow host costs more than a small kernel runs. The kernel
-    makes pointers of its addresses with `pointer`; the caller keeps the tensors behind them until it has launched.
+    The usual launch inspects every argument, which on a slow host takes longer than a small kernel. The kernel turns
+    its addresses into pointers with `pointer`; the caller must keep their tensors alive until the launch.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -37,7 +38,7 @@ class Kernel:
         self._made: dict[tuple[Any, ...], Compiled] = {}
 
     def __call__(self, grid: int, *args: int, warps: int = 4, **constants: Any) -> None:
-        """``constants`` are the kernel's constexprs, in its order."""
+        """``constants`` are the kernel's constexprs, in the order of its parameters."""
         if INTERPRETED:
             self.jit[(grid,)](*args, **constants)
             return
@@ -46,7 +47,7 @@ class Kernel:
         key = (device, warps, *values)
         made = self._made.get(key)
         if made is None:
-            # A number that is neither narrow nor a multiple of anything: nothing is assumed of the real ones.
+            # A wide odd number, so that the kernel assumes nothing about its arguments.
             kernel = self.jit.warmup(*[(1 << 40) + 7] * len(args), grid=(1,), num_warps=warps, **constants)
             made = self._made[key] = Compiled(kernel, tuple(values))
         made(device, grid, 1, args, args)
@@ -55,9 +56,9 @@ class Kernel:
 class Fast:
     """A Triton kernel of tensors and numbers, launched as usual, ``kernel[grid](...)``, but in a third of the time.
 
-    Triton compiles a kernel for what it sees of the arguments: their types, whether a tensor begins at 16 bytes,
-    whether a number is 1, a multiple of 16, or wide. The same is looked at here, with less ado. Run-time arguments come
-    in order, then constexprs by name. An argument of another kind takes Triton's own way.
+    Triton compiles a kernel for properties of the arguments: their types, whether a tensor is aligned to 16 bytes,
+    whether a number is 1, a multiple of 16, or wide. This class checks the same, faster. Run-time arguments are
+    positional, constexprs by name. With arguments of other types, Triton's launch is used.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -100,7 +101,7 @@ class Fast:
 
 
 def _kind_of(number: int) -> int:
-    """What Triton makes a difference of."""
+    """The properties of a number for which Triton compiles different kernels."""
     if number == 1:
         return 1
     kind = 2 if number % 16 == 0 else 0
@@ -114,53 +115,51 @@ def aligned(count: int) -> int:
     return (count + 63) & ~63
 
 
-class _Mine(threading.local):
-    """What a thread has of its own."""
-
+class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.checks = True
         self.flags: dict[tuple[int, int], Tensor] = {}  # device and stream -> flag
 
 
-_mine = _Mine()
+_thread = _ThreadState()
 
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Inside it no op of this thread waits for the device to hear of bad indices: they are skipped instead of raised.
+    """In this context, ops of this thread do not wait for the device's check of indices; bad ones are skipped.
 
-    For CUDA graphs and for loops whose indices an earlier op has made. Sizes are checked all the same.
+    For CUDA graphs, and for loops whose indices come from an earlier op. Sizes are still checked.
     """
-    before, _mine.checks = _mine.checks, False
+    before, _thread.checks = _thread.checks, False
     try:
         yield
     finally:
-        _mine.checks = before
+        _thread.checks = before
 
 
 def checks() -> bool:
-    """Whether ops wait to hear of bad indices."""
-    return _mine.checks
+    """Whether ops wait for the device's check of indices."""
+    return _thread.checks
 
 
 def new_flag(like: Tensor) -> Tensor:
-    """int64 zero on the device; a kernel raises it to ``n - i`` where element ``i`` is bad, so the first one stays.
+    """int64 zero on the device; a kernel sets it to ``n - i`` for a bad element ``i``, so that the first one wins.
 
-    One at a time: it is the thread's own on a stream, and `read_flag` must be the next thing done with it.
+    There is one flag per thread and stream: call `read_flag` before the next `new_flag`.
     """
-    if not _mine.checks or not like.is_cuda:
+    if not _thread.checks or not like.is_cuda:
         return torch.zeros(1, dtype=torch.int64, device=like.device)
     device = like.get_device()
     key = device, torch._C._cuda_getCurrentRawStream(device)
-    flag = _mine.flags.get(key)
+    flag = _thread.flags.get(key)
     if flag is None:
-        flag = _mine.flags[key] = torch.zeros(1, dtype=torch.int64, device=like.device)
+        flag = _thread.flags[key] = torch.zeros(1, dtype=torch.int64, device=like.device)
     return flag
 
 
 def read_flag(flag: Tensor) -> int:
-    """Waits for the device; 0 if all is well, or if nobody wants to know."""
-    if not _mine.checks:
+    """Wait for the device and return the flag; 0 if there is no bad index, or inside `unchecked`."""
+    if not _thread.checks:
         return 0
     value = int(flag)
     if value:
@@ -169,28 +168,33 @@ def read_flag(flag: Tensor) -> int:
 
 
 def raise_if(flag: Tensor, message: Callable[[int], str]) -> None:
-    """Waits for the device and raises with what ``message`` makes of the flag, if it was raised."""
+    """Wait for the device; if the flag is set, raise with the text of ``message(flag)``."""
     value = read_flag(flag)
     if value:
         raise ConfigError(message(value))
 
 
 _captured: list[Any] = []
-"""What captured graphs read at every replay, and nobody else keeps."""
+"""Buffers that captured graphs read at every replay, kept alive here."""
+
+
+def float64_bits(value: float) -> int:
+    """A float64 as the int64 of the same bits, for `upload`."""
+    return struct.unpack("<q", struct.pack("<d", value))[0]
 
 
 def upload(values: Sequence[int], like: Tensor) -> Tensor:
-    """int64 numbers on the device of a tensor, without waiting for it."""
+    """Copy int64 numbers to the device of ``like``, without waiting for it."""
     if like.is_cuda:
-        home = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=True)
-        if torch.cuda.is_current_stream_capturing():  # every replay copies them anew
-            _captured.append(home)
-        return home.to(like.device, non_blocking=True)
+        pinned = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=True)
+        if torch.cuda.is_current_stream_capturing():  # every replay copies them again
+            _captured.append(pinned)
+        return pinned.to(like.device, non_blocking=True)
     return torch.tensor(values, dtype=torch.int64, device=like.device)
 
 
-class Made:
-    """Tensors on a device that were made once and serve many calls, on any stream."""
+class CachedTensors:
+    """Tensors on a device that are made once and used by many calls, on any stream."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self._tensors, self._event, self._stream = tensors, None, 0
@@ -213,7 +217,7 @@ class Made:
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For functions that are called with tensors of any device: the first argument's is the current one inside."""
+    """Decorate a function to run with its first argument's device as the current one."""
 
     @wraps(function)
     def call(first: Tensor, *args: Any, **options: Any) -> Any:
@@ -231,7 +235,7 @@ def blocks(count: int, size: int) -> tuple[int]:
 
 
 def tiles(counts: Sequence[int], size: int) -> list[int]:
-    """Where each part's blocks start when every part has its own: ``[parts + 1]``."""
+    """The first block of each part, ``[parts + 1]``, if no block spans two parts."""
     starts = [0]
     for count in counts:
         starts.append(starts[-1] + -(-count // size))
@@ -239,13 +243,13 @@ def tiles(counts: Sequence[int], size: int) -> list[int]:
 
 
 def steps(parts: int) -> int:
-    """How many halvings `part_of` needs."""
+    """The number of bisection steps that `part_of` needs."""
     return max(0, (parts - 1).bit_length())
 
 
 @triton.jit
 def part_of(position, starts, parts, STEPS: tl.constexpr):
-    """The last part whose start is not after the position; ``starts`` rises."""
+    """The last part that starts at or before the position; ``starts`` must be ascending."""
     part = position * 0
     for i in tl.static_range(STEPS):
         further = part + (1 << (STEPS - 1 - i))
@@ -257,7 +261,7 @@ def part_of(position, starts, parts, STEPS: tl.constexpr):
 
 @triton.jit
 def pointer(address, ELEMENT: tl.constexpr):
-    """The address of elements that an int64 holds."""
+    """An int64 address as a pointer to elements."""
     return address.to(tl.int64).to(tl.pointer_type(ELEMENT))
 
 
@@ -272,7 +276,7 @@ def _check_splits(splits, rows, length, flag, BLOCK: tl.constexpr):
 
 
 def refuse_row_splits(splits: Tensor, length: int) -> None:
-    """Raises with what is wrong with the splits, once the device has found that something is."""
+    """Raise an error that describes splits that the device found to be bad."""
     splits = splits.cpu().contiguous()
     try:
         _core.check_row_splits(splits.data_ptr(), splits.numel() - 1, length)
@@ -281,7 +285,7 @@ def refuse_row_splits(splits: Tensor, length: int) -> None:
 
 
 def check_row_splits(splits: Tensor, length: int, flag: Tensor | None = None) -> None:
-    """Raises the flag unless the splits rise from 0 to ``length``; without a flag, waits and raises an error."""
+    """Set the flag unless the splits rise from 0 to ``length``; without a flag, wait and raise an error."""
     if flag is None:
         flag = new_flag(splits)
         check_row_splits(splits, length, flag)
@@ -293,7 +297,7 @@ def check_row_splits(splits: Tensor, length: int, flag: Tensor | None = None) ->
 
 
 def vector_width(row_bytes: int) -> tuple[torch.dtype, int]:
-    """The widest integer that cuts a row of bytes evenly, and how many of them it has."""
+    """The widest integer type that divides a row evenly, and the number of such integers per row."""
     for dtype, size in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
         if row_bytes % size == 0:
             return dtype, row_bytes // size
@@ -301,7 +305,7 @@ def vector_width(row_bytes: int) -> tuple[torch.dtype, int]:
 
 
 def as_words(rows: Tensor) -> Tensor:
-    """The same bytes of contiguous rows as ``[n, words]`` of a plain integer type."""
+    """View contiguous rows as ``[n, words]`` of an integer type."""
     n = rows.shape[0]
     row_bytes = rows.element_size()
     for length in rows.shape[1:]:

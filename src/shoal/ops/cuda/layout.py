@@ -1,7 +1,7 @@
 """The layout op and its gradient: one launch per request serves every slice of every layout.
 
-A lane is one float of an output: it finds its sample's row of fids, reads the vectors' column and pools it. Every place
-of an output belongs to one slice, so outputs need no zeros first, except those that slices add into.
+Each lane computes one float of an output: it finds its sample's fids, reads one column of their vectors and pools it.
+Every element of an output belongs to one slice, so outputs need no zeroing, except those into which slices are added.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.ops.cuda import launch
-from shoal.ops.cuda.launch import ELEMENTS, Fast, Made, pointer, upload
+from shoal.ops.cuda.launch import ELEMENTS, CachedTensors, Fast, pointer, upload
 from shoal.ops.layout.blocks import Request
 from shoal.ops.layout.op import _check_grads, _layout_cpu, _requests
 from shoal.ops.layout.plan import Plan, plan_of_key
@@ -22,13 +22,13 @@ from shoal.ops.layout.reference import output_shape
 from shoal.proto.feature_configs import PoolingType
 
 _BLOCK = 256
-_FIELDS = 11  # of a task: those of `Task`, and the length of its sequence axis
+_FIELDS = 11  # fields of a task: those of `Task`, and the length of its sequence axis
 _FIRSTN = int(PoolingType.FIRSTN)
 
 
 @Fast
 def _check_offsets(nfl, nfl_length, rows, row_count, fid_count, flag, BLOCK: tl.constexpr):
-    """Raises the flag unless both vectors rise and stay within what they point into."""
+    """Set the flag unless both vectors are ascending and within bounds."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = tl.load(nfl + i, mask=i < nfl_length, other=0) & 0x7FFFFFFF
     before = tl.load(nfl + i - 1, mask=(i < nfl_length) & (i > 0), other=0) & 0x7FFFFFFF
@@ -113,32 +113,32 @@ def _embedding_to_layout(
 
 
 def _tasks(plan: Plan) -> Tensor:
-    """int64 ``[tasks, fields]``, the last field the length of the sequence axis (1 where there is none)."""
+    """int64 ``[tasks, fields]``; the last field is the length of the sequence axis, 1 if there is none."""
     lengths = [plan.shapes[t.output][-2] if t.pooling == _FIRSTN else 1 for t in plan.tasks]
     return torch.cat([plan.native, torch.tensor(lengths, dtype=torch.int64, device="cpu").view(-1, 1)], 1)
 
 
 @lru_cache(maxsize=64)
-def _tiles(key: str, batch: int, device: torch.device) -> Made:
-    """The tasks on the device, and per tile of one request: its task, and the float of it that it begins with."""
+def _tiles(key: str, batch: int, device: torch.device) -> CachedTensors:
+    """The tasks on the device and, per tile of a request, its task and its first float within that task."""
     tasks = _tasks(plan_of_key(key)).to(device)
     counts = (batch * tasks[:, 6] * tasks[:, 10] + _BLOCK - 1) // _BLOCK
     task = torch.arange(tasks.shape[0], device=device).repeat_interleave(counts)
     first = (counts.cumsum(0) - counts)[task]
-    return Made((tasks, task, (torch.arange(task.shape[0], device=device) - first) * _BLOCK))
+    return CachedTensors((tasks, task, (torch.arange(task.shape[0], device=device) - first) * _BLOCK))
 
 
 @lru_cache(maxsize=64)
 def _added(key: str) -> frozenset[int]:
-    """The outputs that slices add into."""
+    """The outputs into which slices are added."""
     return frozenset(task.output for task in plan_of_key(key).tasks if task.adds)
 
 
-def _refuse(args: tuple[Any, ...]) -> None:
-    """Raises as the CPU does, which names the place."""
+def _raise_cpu_error(args: tuple[Any, ...]) -> None:
+    """Raise the error of the CPU op, which names the bad position."""
     host = [e.detach().cpu() for e in args[0]], *(t.cpu() for t in args[1:4])
     _layout_cpu(*host, *args[4:8], [t.cpu() for t in args[8]], [t.cpu() for t in args[9]])
-    raise launch.ConfigError("fused_embedding_to_layout: the offsets changed while they were used")
+    raise launch.ConfigError("fused_embedding_to_layout: the offsets must not change while the op uses them")
 
 
 def _run(
@@ -150,7 +150,7 @@ def _run(
         return
     like, size = outputs[0], outputs[0].element_size()
     ends = [o.data_ptr() for o in outputs]
-    for q in requests:  # before anything is launched, which might leave the flag raised
+    for q in requests:  # before any launch: an error after one could leave the flag set
         if q.nfl[1] < len(plan.feature_names):
             raise launch.ConfigError(
                 f"fused_embedding_to_layout: nfl_offset must have an entry per feature, {len(plan.feature_names)}, "
@@ -179,7 +179,7 @@ def _run(
             BACK=back, FLAT=args[7] > 2, ELEMENT=ELEMENTS[like.dtype], FIELDS=_FIELDS, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
     if launch.read_flag(flag):
-        _refuse(args)
+        _raise_cpu_error(args)
 
 
 def embedding_to_layout(*args: Any) -> list[Tensor]:
@@ -192,8 +192,8 @@ def embedding_to_layout(*args: Any) -> list[Tensor]:
     outputs = []
     for i, shape in enumerate(plan.shapes):
         sizes = output_shape(shape, total)
-        whole = sizes[0] == total and i not in added
-        outputs.append(like.new_empty(sizes) if whole else like.new_zeros(sizes))
+        overwritten = sizes[0] == total and i not in added
+        outputs.append(like.new_empty(sizes) if overwritten else like.new_zeros(sizes))
     _run(plan, requests, embeddings, outputs, args, 1.0, False)
     return outputs
 
@@ -202,7 +202,7 @@ def embedding_to_layout_grad(grads: list[Tensor], scale: float, *args: Any) -> l
     plan = plan_of_key(args[5])
     requests = _requests(plan, args)
     _check_grads(plan, grads, args[0], sum(args[4]))
-    if grads and grads[0].dtype is torch.float64:  # a kernel's own numbers are float32
+    if grads and grads[0].dtype is torch.float64:  # Triton passes float arguments as float32
         grads, scale = [g * scale for g in grads], 1.0
     outs = [torch.zeros_like(e, memory_format=torch.contiguous_format) for e in args[0]]
     _run(plan, requests, outs, [g.contiguous() for g in grads], args, scale, True)

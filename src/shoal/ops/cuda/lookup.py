@@ -1,4 +1,4 @@
-"""`map_id_to_embedding` and the places of ids."""
+"""`map_id_to_embedding` and `id_places`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _gather(
         tl.store(out + o[:, None] * d + c[None, :], row, mask=both)
 
 
-def id_places(ids: list[Tensor], input: Tensor, multi_threads: bool = True) -> Tensor:
+def id_places(ids: list[Tensor], input: Tensor) -> Tensor:
     wanted = input.contiguous().view(-1)
     n = wanted.shape[0]
     if not n:

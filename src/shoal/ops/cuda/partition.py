@@ -1,7 +1,7 @@
-"""A stable partition: elements to parts, order kept, by counting in tiles.
+"""Stable partition of elements into parts, by counting in tiles.
 
-A tile counts its elements per part; one running sum over the counts, part by part, then says where each tile's elements
-of each part begin. Up to 32 parts are counted by running sums of packed bytes, eight parts to a word; more of them by
+A tile counts its elements per part; a running sum over the counts, part by part, gives the start of each tile's
+elements in each part. Up to 32 parts are counted by running sums of packed bytes, eight parts per word; more parts by
 comparing each pair of elements, which costs the same for any number of parts.
 """
 
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from shoal.ops.cuda.launch import Kernel, blocks, new_flag, pointer
 
-TILE = 128  # a part's elements of a tile fit in a byte
+TILE = 128  # so that a byte can count the elements of a tile
 PACKED_PARTS = 32
 
 
 @triton.jit
 def rank_in_tile(part, counts, kept, tile, tiles, parts, WORDS: tl.constexpr, TILE: tl.constexpr):
-    """How many kept elements of the same part come before each one; leaves the tile's counts in ``counts``.
+    """How many kept elements of the same part come before each one; writes the tile's counts to ``counts``.
 
-    With 0 ``WORDS`` elements are compared by pairs, and ``counts`` must be zero before.
+    With 0 ``WORDS``, elements are compared in pairs, and ``counts`` must hold zeros.
     """
     if WORDS > 0:
         rank = part * 0
@@ -65,7 +65,7 @@ def _count(parts_of, ranks, counts, flag, n, parts, tiles, WORDS: tl.constexpr, 
 
 @Kernel
 def _sizes(ends, flag, sizes, parts, tiles, BLOCK: tl.constexpr):
-    """Elements per part, and the flag after them, which is cleared."""
+    """Write the elements per part, followed by the flag, and clear the flag."""
     ends, flag, sizes = pointer(ends, tl.int32), pointer(flag, tl.int64), pointer(sizes, tl.int64)
     part = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = part < parts
@@ -78,18 +78,18 @@ def _sizes(ends, flag, sizes, parts, tiles, BLOCK: tl.constexpr):
 
 
 def words_of(parts: int) -> int:
-    """How many packed words count the parts of a tile; 0: by pairs."""
+    """The number of packed words that count the parts of a tile; 0 to compare pairs."""
     return -(-parts // 8) if parts <= PACKED_PARTS else 0
 
 
 def new_counts(parts: int, tiles: int, like: Tensor) -> Tensor:
-    """int32 ``[parts * tiles]``, zero where `rank_in_tile` needs it."""
+    """int32 ``[parts * tiles]``, zeroed if `rank_in_tile` needs it."""
     make = torch.empty if words_of(parts) else torch.zeros
     return make(parts * tiles, dtype=torch.int32, device=like.device)
 
 
 class Partition(NamedTuple):
-    """Where the elements go."""
+    """The destinations of the elements."""
 
     ranks: Tensor
     """int32 ``[n]``: how many of the same part come before an element in its tile."""
@@ -100,11 +100,11 @@ class Partition(NamedTuple):
     sizes: list[int]
     """Elements per part."""
     bad: int
-    """``n - i`` where element ``i`` is the first with a bad part number, 0 for none."""
+    """``n - i`` if element ``i`` is the first with a bad part number, 0 if there is none."""
 
 
 def partition(parts_of: Tensor, parts: int) -> Partition:
-    """Counts int64 part numbers; waits for the device once, to learn the sizes."""
+    """Count int64 part numbers; waits for the device once, for the sizes."""
     n = parts_of.shape[0]
     tiles = max(1, -(-n // TILE))
     ranks = torch.empty(n, dtype=torch.int32, device=parts_of.device)

@@ -22,7 +22,7 @@ def _sum_by_index(
     index, stride, values, out, counts, flag, n, d, rows, SQUARE: tl.constexpr, COUNT: tl.constexpr, RUN: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each lane row adds up a run of consecutive rows and writes only where the index changes."""
+    """Each lane sums a run of consecutive rows and writes only where the index changes."""
     first = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)) * RUN
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real = c < d

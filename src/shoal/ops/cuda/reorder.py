@@ -20,7 +20,7 @@ _FLOATS = 2**31 - 1
 
 @triton.jit
 def _tile(tile, n, starts, tile_starts, tables, TABLES: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr):
-    """A tile's elements, which all are of one table; those inside, and the table."""
+    """A tile's elements, all from one table; a mask of valid ones, and the table."""
     table = tile * 0
     if TABLES:
         table = part_of(tile, tile_starts, tables, STEPS)
@@ -37,7 +37,7 @@ def _rank(
     keys, shard_ids, slots, places, firsts, codes, counts, flag, n, shards, empty, starts, tile_starts, tables,
     tile_count, GIVEN: tl.constexpr, WORDS: tl.constexpr, TABLES: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each element's first occurrence, and its rank in the tile among those of its shard (``GIVEN``: backwards)."""
+    """Each element's first occurrence, and its rank in the tile within its shard (``GIVEN``: in reverse order)."""
     keys, shard_ids = pointer(keys, tl.int64), pointer(shard_ids, tl.int64)
     slots, places, firsts = pointer(slots, tl.int32), pointer(places, tl.int32), pointer(firsts, tl.int32)
     codes, counts, flag = pointer(codes, tl.int32), pointer(counts, tl.int32), pointer(flag, tl.int64)
@@ -70,7 +70,7 @@ def _place(
     keys, codes, counts, ends, float_ends, dims, output, offsets, n, dim, starts, tile_starts, tables, tile_count,
     GIVEN: tl.constexpr, MIXED: tl.constexpr, TABLES: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each first occurrence to its place; ``GIVEN``: its position, else its key, and the offset of its vector."""
+    """Write each first occurrence (``GIVEN``: its position, else its key) to its place, and its vector's offset."""
     keys, codes, counts = pointer(keys, tl.int64), pointer(codes, tl.int32), pointer(counts, tl.int32)
     ends, dims, output = pointer(ends, tl.int32), pointer(dims, tl.int64), pointer(output, tl.int64)
     float_ends, offsets = pointer(float_ends, tl.int64), pointer(offsets, tl.int32)
@@ -102,7 +102,7 @@ def _spread(
     firsts, offsets, ends, shard_sizes, slot_sizes, given, tile_starts, n, shards, tables, tile_count,
     SPREAD: tl.constexpr, TABLES: tl.constexpr, SHARDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Later occurrences take the offset of the first; and the elements per shard, and per (shard, table)."""
+    """Give later occurrences the offset of the first; count the elements per shard, and per (shard, table)."""
     firsts = pointer(firsts, tl.int32)
     ends, offsets, tile_starts = pointer(ends, tl.int32), pointer(offsets, tl.int32), pointer(tile_starts, tl.int64)
     shard_sizes, slot_sizes = pointer(shard_sizes, tl.int32), pointer(slot_sizes, tl.int32)
@@ -133,7 +133,7 @@ def _spread(
 
 
 class _Work:
-    """Room for the passes over ``n`` keys, in one tensor: addresses of int32 vectors. The keys are hashed at once."""
+    """Workspace for the passes over the keys: addresses of int32 vectors in one tensor. The constructor hashes them."""
 
     def __init__(self, keys: Tensor, cells: int, starts: Tensor | None = None) -> None:
         n = keys.shape[0]
@@ -182,9 +182,9 @@ def reorder_by_indices(keys: Tensor, shard_ids: Tensor, num_of_shards: int) -> t
 
 
 def fused_reorder_by_indices(
-    inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], wish: int
+    inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], rank0_empty: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    empty = empty_shards(num_of_shards, None if wish < 0 else bool(wish))
+    empty = empty_shards(num_of_shards, None if rank0_empty < 0 else bool(rank0_empty))
     lengths, tables, shards = [ids.shape[0] for ids in inputs], len(inputs), num_of_shards
     keys = inputs[0].contiguous() if tables == 1 else torch.cat(inputs)
     n, device, words = keys.shape[0], keys.device, words_of(shards)

@@ -20,7 +20,7 @@ def _move(
     words: tl.constexpr, BACK: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copies rows to their parts, or back from them."""
+    """Copy rows to their parts, or back from them."""
     indices, ranks, counts = pointer(indices, tl.int64), pointer(ranks, tl.int32), pointer(counts, tl.int32)
     ends, addresses, rows = pointer(ends, tl.int32), pointer(addresses, tl.int64), pointer(rows, ELEMENT)
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -58,7 +58,7 @@ def _ragged(
 def _row_splits(
     indices, counts, ends, row_splits, splits_at, n, tiles, parts, TILE: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """How many elements of each part come before a row."""
+    """The number of elements of each part before a row."""
     row = tl.program_id(0)
     part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
     real = part < parts
@@ -75,12 +75,12 @@ def _row_splits(
     tl.store(out + row, (before + inside).to(tl.int64), mask=real)
 
 
-def _parts(indices: Tensor, parts: int) -> tuple[Partition, list[int]]:
+def _parts(indices: Tensor, parts: int) -> Partition:
     made = partition(indices, parts)
     if made.bad:
         bad = int(indices[indices.shape[0] - made.bad])
         raise ConfigError(f"split_by_indices: an index must be in [0, {parts}), got {bad}")
-    return made, made.sizes
+    return made
 
 
 def _copy(indices: Tensor, made: Partition, parts: list[Tensor], rows: Tensor, back: bool) -> None:
@@ -100,16 +100,16 @@ def _copy(indices: Tensor, made: Partition, parts: list[Tensor], rows: Tensor, b
 
 def split_by_indices(indices: Tensor, tensor: Tensor, num_splits: int) -> list[Tensor]:
     indices, tensor = indices.contiguous(), plain_bytes(tensor)
-    made, sizes = _parts(indices, num_splits)
-    outs = [tensor.new_empty((size, *tensor.shape[1:])) for size in sizes]
+    made = _parts(indices, num_splits)
+    outs = [tensor.new_empty((size, *tensor.shape[1:])) for size in made.sizes]
     _copy(indices, made, outs, tensor, False)
     return outs
 
 
 def split_by_indices_backward(indices: Tensor, grads: list[Tensor]) -> Tensor:
     indices, grads = indices.contiguous(), [plain_bytes(g) for g in grads]
-    made, sizes = _parts(indices, len(grads))
-    for s, (grad, size) in enumerate(zip(grads, sizes, strict=True)):
+    made = _parts(indices, len(grads))
+    for s, (grad, size) in enumerate(zip(grads, made.sizes, strict=True)):
         check_same("split_by_indices", f"the gradient of part {s}", grad.shape[0], "its row count", size)
     out = grads[0].new_empty((indices.shape[0], *grads[0].shape[1:]))
     _copy(indices, made, grads, out, True)
@@ -122,10 +122,10 @@ def ragged_split_by_indices(
     indices, values, row_splits = indices.contiguous(), values.contiguous(), row_splits.contiguous()
     n, rows = indices.shape[0], row_splits.shape[0] - 1
     launch.check_row_splits(row_splits, n)
-    made, sizes = _parts(indices, num_splits)
-    out_values = [values.new_empty(size) for size in sizes]
-    out_pos = [values.new_empty(size) for size in sizes]
-    out_splits = [values.new_empty(rows + 1) for _ in sizes]
+    made = _parts(indices, num_splits)
+    out_values = [values.new_empty(size) for size in made.sizes]
+    out_pos = [values.new_empty(size) for size in made.sizes]
+    out_splits = [values.new_empty(rows + 1) for _ in made.sizes]
     tiles = made.ends.shape[0] // num_splits
     at = upload([t.data_ptr() for t in (*out_values, *out_pos, *out_splits)], values)
     value_at, pos_at, splits_at = at[:num_splits], at[num_splits : 2 * num_splits], at[2 * num_splits :]

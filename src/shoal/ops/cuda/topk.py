@@ -1,4 +1,4 @@
-"""The k largest magnitudes of a flat tensor, ties to the lower index: one pass finds them, no sort of the whole."""
+"""The k largest magnitudes of a flat tensor, ties to the lower index, in one pass without a full sort."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.ops.cuda.launch import Fast, blocks, on_its_device
 
 @Fast
 def _classify(values, least, marks, bad, n, BLOCK: tl.constexpr):
-    """1 for a magnitude above the least one, 2^32 for a tie with it: a running sum counts both."""
+    """Mark a magnitude above the least one with 1, and a tie with 2^32, so that one running sum counts both."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     size = tl.abs(tl.load(values + i, mask=inside, other=0).to(tl.float32))
@@ -29,16 +29,16 @@ def _choose(marks, ends, chosen, n, k, BLOCK: tl.constexpr):
     above = tl.load(ends + n - 1) & 4294967295
     mark = tl.load(marks + i, mask=inside, other=0)
     end = tl.load(ends + i, mask=inside, other=0)
-    ties = tl.minimum(end >> 32, k - above)  # those up to here that are in
+    ties = tl.minimum(end >> 32, k - above)  # chosen ties up to here
     mine = inside & ((mark == 1) | ((mark > 1) & ((end >> 32) <= k - above)))
     tl.store(chosen + (end & 4294967295) + ties - 1, i, mask=mine)
 
 
 @on_its_device
 def largest(flat: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Indices of the ``k`` (1 or more) largest magnitudes, ascending, and int32 ``[1]``: not 0 if one is not finite.
+    """Ascending indices of the ``k`` (1 or more) largest magnitudes, and int32 ``[1]``, not 0 if a value is not finite.
 
-    If one is not, the indices mean nothing. Waits for nothing.
+    In that case the indices are meaningless. Does not wait for the device.
     """
     n = flat.shape[0]
     least = torch.topk(flat.abs().float(), k, sorted=False).values.amin().reshape(1)

@@ -16,7 +16,7 @@ from shoal.ops.cuda.launch import Fast, blocks, on_its_device, part_of, steps, u
 
 @Fast
 def _row_bounds(row_splits, ranks, bases, id_splits, rows, BLOCK: tl.constexpr):
-    """How many distinct keys come before each row."""
+    """The number of distinct keys before each row."""
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = r <= rows
     at = tl.load(row_splits + r, mask=inside, other=0)
@@ -29,7 +29,7 @@ def _row_bounds(row_splits, ranks, bases, id_splits, rows, BLOCK: tl.constexpr):
 def _offsets(
     numbers, order, row_splits, dims, bases, offset_splits, offsets, n, rows, STEPS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Occurrences by distinct key: where each key's begin, and the float offset of each."""
+    """Occurrences by distinct key: the first one of each key, and the float offset of each occurrence."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = o < n
     number = tl.load(numbers + o, mask=inside, other=0)
@@ -53,7 +53,7 @@ def unique_key_with_value_and_offset(
     widths = upload(dims, values)
     floats = widths * row_splits.diff()
     ends = floats.cumsum(0)
-    # The splits are checked before they are used: wrong ones would reach past the keys.
+    # Check the splits before they are used: bad ones would reach past the keys.
     bad, total = torch.cat([flag, ends[-1:]]).tolist()
     if bad:
         launch.refuse_row_splits(row_splits, n)
@@ -73,10 +73,8 @@ def unique_key_with_value_and_offset(
 
 
 @Fast
-def _own(
-    pos, pos_splits, dims, offset_splits, owner, flag, n, keys, rows, STEPS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The last element of ``pos`` that names each key."""
+def _own(pos, owner, flag, n, keys, BLOCK: tl.constexpr):
+    """Find the owner of each key: the last element of ``pos`` that names it."""
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = e < n
     key = tl.load(pos + e, mask=inside, other=0)
@@ -91,14 +89,15 @@ def _pairs(
     MODE: tl.constexpr, ORDERED: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Per offset of an owned key: check it (0), copy its vector there (1), add what is there to its vector (2), or say
-    who comes last (3) at each place of the buffer, which alone writes it if ``ORDERED``. (0: ``winners`` is a flag.)
+    """For each offset of an owned key, ``MODE``: 0 checks it (``winners`` is a flag); 1 copies the key's vector there
+    (``ORDERED``: only if it is the winner); 2 adds the floats there to the key's vector; 3 finds the winner of each
+    float of the buffer, the last one to write it.
     """
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = j < n
     key = part_of(j, offset_splits, keys, KEYS)
     element = tl.load(owner + key, mask=inside, other=-1).to(tl.int64)
-    # Offsets before the first split or past the last one are nobody's.
+    # Offsets before the first split or past the last one belong to no key.
     inside = inside & (element >= 0) & (j >= tl.load(offset_splits + key, mask=inside, other=0))
     inside = inside & (j < tl.load(offset_splits + key + 1, mask=inside, other=0))
     row = part_of(element, pos_splits, rows, STEPS)
@@ -136,7 +135,7 @@ def _repeat(
     pos, pos_splits, dims, bases, owner, offset_splits, offsets, grad, out, n, keys, rows, STEPS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """An element that names a key which another one owns adds up its own sum."""
+    """Sum the gradients of elements that name a key without owning it."""
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = e < n
     key = tl.load(pos + e, mask=inside, other=0)
@@ -185,10 +184,7 @@ class _Map:
         self.bases = ends - total
         self.owner = torch.full((max(1, self.keys),), -1, dtype=torch.int32, device=pos.device)
         if n:
-            _own[blocks(n, 512)](
-                self.pos, self.pos_splits, self.dims, self.offset_splits, self.owner, flags[2], n, self.keys, self.rows,
-                STEPS=steps(self.rows), BLOCK=512,
-            )  # fmt: skip
+            _own[blocks(n, 512)](self.pos, self.owner, flags[2], n, self.keys, BLOCK=512)
         last = ends[-1:] if self.rows else torch.zeros_like(flags[0])
         bad_pos, bad_map, bad_key, self.floats = torch.cat([*flags, last]).tolist()
         if bad_pos:
@@ -238,7 +234,7 @@ def fill_with_offset_map(
     pos: Tensor, pos_splits: Tensor, value: Tensor, offset_splits: Tensor, offsets: Tensor, buffer: Tensor,
     dims: Sequence[int], disjoint: bool = False,
 ) -> None:  # fmt: skip
-    """Writes ``buffer`` in place, or raises before anything is written. ``disjoint``: no two offsets overlap."""
+    """Write ``buffer`` in place, or raise before anything is written. ``disjoint``: no two offsets overlap."""
     args = (pos, pos_splits, offset_splits, offsets)
     _Map("fill_with_offset_map", *args, dims, buffer.shape[0], value.shape[0]).fill(value, buffer, disjoint)
 

@@ -18,7 +18,7 @@ _OP = "fused_gather_embeddings_by_input"
 def fused_gather_embeddings_by_input(
     fused_embeddings: Any, fused_embedding_offsets: Any, embedding_dims: Any
 ) -> list[Tensor]:
-    """Cuts each table's vectors out of one flat buffer.
+    """Copy each table's vectors out of one flat buffer.
 
     Args:
         fused_embeddings: float buffer of any shape, read flat; a gradient flows to it.
@@ -32,14 +32,14 @@ def fused_gather_embeddings_by_input(
     [[2.0, 3.0], [0.0, 1.0]]
     """
     fused = checks.floats(fused_embeddings, _OP, "fused_embeddings")
-    offsets = _offsets(_OP, fused_embedding_offsets, "fused_embedding_offsets")
+    offsets = checks.integer_list(fused_embedding_offsets, _OP, "fused_embedding_offsets")
     return _gather(fused, offsets, checks.int_list(embedding_dims, _OP, "embedding_dims"))
 
 
 def fused_gather_embeddings_by_input_gradient(
     fused_embeddings_size: Any, grads: Any, embedding_offsets: Any, embedding_dims: Any, scale: Any = 1
 ) -> Tensor:
-    """Sums ``scale * grads`` back into a flat buffer.
+    """Sum ``scale * grads`` back into a flat buffer.
 
     Args:
         fused_embeddings_size: the length of the buffer, an int or a tensor with one element.
@@ -54,16 +54,12 @@ def fused_gather_embeddings_by_input_gradient(
     op = "fused_gather_embeddings_by_input_gradient"
     size = checks.number(fused_embeddings_size, op, "fused_embeddings_size")
     grads = [checks.constant(g) for g in checks.float_list(grads, op, "grads")]
-    offsets = _offsets(op, embedding_offsets, "embedding_offsets")
+    offsets = checks.integer_list(embedding_offsets, op, "embedding_offsets")
     dims = checks.int_list(embedding_dims, op, "embedding_dims")
     if len(grads) == len(dims):
         grads = [checks.fit_empty(g, d) for g, d in zip(grads, dims, strict=True)]
     grads, scale = checks.scaled(grads, scale, op, "scale")
     return _gradient(size, grads, offsets, dims, scale)
-
-
-def _offsets(op: str, offsets: Any, name: str) -> list[Tensor]:
-    return checks.integer_list(offsets, op, name)
 
 
 def _check_gather(fused: Tensor, offsets: list[Tensor], dims: list[int]) -> None:
@@ -72,7 +68,7 @@ def _check_gather(fused: Tensor, offsets: list[Tensor], dims: list[int]) -> None
     for m, o in enumerate(offsets):
         if o.dim() != 1:
             raise ConfigError(f"{_OP}: offsets[{m}] must be 1-D, got shape {list(o.shape)}")
-        if dims[m] > size and o.shape[0]:  # before rows of that width are made
+        if dims[m] > size and o.shape[0]:  # checked before rows of that width are allocated
             raise ConfigError(f"{_OP}: width {dims[m]} of table {m} is more than the buffer's {size} floats")
 
 

@@ -1,4 +1,4 @@
-"""The meaning of the fused gather and its gradient, in plain torch."""
+"""The fused gather and its gradient in plain torch."""
 
 import torch
 from torch import Tensor

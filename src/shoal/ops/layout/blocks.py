@@ -13,7 +13,7 @@ _OP = "fused_embedding_to_layout"
 
 @dataclass(frozen=True)
 class Block:
-    """``size`` elements of tensor ``source`` from element ``start``; ``index2`` steps by ``stride`` elements."""
+    """``size`` elements of tensor ``source`` from element ``start``; a fid's low 32 bits count ``stride`` elements."""
 
     source: int
     start: int
@@ -45,7 +45,7 @@ def requests_of(
     row_splits: list[Tensor],
     sizes: list[Tensor],
 ) -> list[Request]:
-    """Checks the sizes of all inputs against each other and cuts them."""
+    """Check the sizes of all inputs against each other, and cut them into requests."""
     for b in batch_size:
         if b < 0:
             raise ConfigError(f"{_OP}: batch_size must be >= 0, got {b}")
@@ -71,7 +71,7 @@ def requests_of(
     for i, tensor in enumerate(embeddings):
         if starts[i] != tensor.numel():
             raise ConfigError(
-                f"{_OP}: emb_size of tensor {i} adds up to {starts[i]}, but it has {tensor.numel()} floats"
+                f"{_OP}: emb_size of tensor {i} adds up to {starts[i]}, but the tensor has {tensor.numel()} floats"
             )
     return requests
 
@@ -106,7 +106,9 @@ def _version_1(
 ) -> list[Block]:
     for i, tensor in enumerate(embeddings):
         if tensor.dim() != 2:
-            raise ConfigError(f"{_OP}: version 1 takes tensors [rows, width], got {list(tensor.shape)} at {i}")
+            raise ConfigError(
+                f"{_OP}: embeddings_list[{i}] must be [rows, width] in version 1, got {list(tensor.shape)}"
+            )
     return [Block(i, 0, tensor.numel(), tensor.shape[1]) for i, tensor in enumerate(embeddings)]
 
 

@@ -39,15 +39,15 @@ def fused_embedding_to_layout(
     parallel_flag: int = 0,
     version: int = 3,
 ) -> list[Tensor]:
-    """Pools the embeddings of each sample's fids and places the slices in the layouts' tensors.
+    """Pool the embeddings of each sample's fids and place the slices in the layouts' tensors.
 
     Args:
-        embeddings_list: float tensors, by version: 1 any number of ``[rows, width]``; 2, 3 and 5 a flat one per
-            table and shard, table-major; 4 exactly one. Gradients flow to them.
+        embeddings_list: float tensors. Version 1: any number of ``[rows, width]``; 2, 3 and 5: a flat one per table
+            and shard, table-major; 4: exactly one. Gradients flow to them.
         fid_list_row_split: version 2 only: per tensor, the row splits of its features.
-        fid_offset: int64 (or uint64) bits: block number in the upper half, place in the block in the lower.
-        feature_offset: int32, per row the start in ``fid_offset``.
-        nfl_offset: uint32 bits per feature in sorted order: bit 31 shared, the rest its first row.
+        fid_offset: int64 or uint64; the upper 32 bits are the number of a block, the lower ones the place in it.
+        feature_offset: int32; the start of each row in ``fid_offset``.
+        nfl_offset: uint32 per feature in sorted order: bit 31 says that it is shared, the rest is its first row.
         batch_size: one number; version 5: one per request.
         variant_type: ``example``, ``example_batch``, ``examplebatch`` or ``instance``; the result is the same.
         feature_cfgs: `FeatureConfigs`, or its proto bytes.
@@ -58,7 +58,7 @@ def fused_embedding_to_layout(
         version: 2, 3, 4 or 5; any other number is 1.
 
     Returns:
-        The tensors of all layouts in sorted order of their names; `nest_layout` makes a dict of them.
+        The tensors of all layouts in sorted order of their names; `nest_layout` turns them into a dict.
     """
     arguments = _arguments(
         _OP, embeddings_list, fid_list_row_split, fid_offset, feature_offset, nfl_offset, batch_size, variant_type,
@@ -159,7 +159,7 @@ def _arguments(
 
 @constant_result
 def plan_key(feature_cfgs: Any) -> str:
-    """The string that stands for a configuration in a traced program."""
+    """The string that represents a configuration in a traced program."""
     return plan_of(feature_cfgs).key
 
 
@@ -235,7 +235,7 @@ def _layout_fake(*args: Any) -> list[Tensor]:
 
 def _check_grads(plan: Plan, grads: list[Tensor], embeddings: list[Tensor], batch: int) -> None:
     if len(grads) != len(plan.shapes):
-        raise ConfigError(f"{_OP}_grad: there must be a gradient per output, {len(plan.shapes)}, got {len(grads)}")
+        raise ConfigError(f"{_OP}_grad: there must be {len(plan.shapes)} gradients, one per output, got {len(grads)}")
     for i, (grad, shape) in enumerate(zip(grads, plan.shapes, strict=True)):
         wanted = reference.output_shape(shape, batch)
         if list(grad.shape) != wanted or (embeddings and grad.dtype != embeddings[0].dtype):

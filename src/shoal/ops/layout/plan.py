@@ -24,10 +24,10 @@ from shoal.proto.feature_configs import (
 
 @dataclass(frozen=True)
 class Task:
-    """One slice of one layout; the fields are those of the native ``LayoutTask``.
+    """One slice of one layout, with the fields of the native ``LayoutTask``.
 
-    Its value for sample ``b``, sequence position ``t`` and column ``c`` is in tensor ``output`` at element
-    ``b * sample_stride + place + t * sequence_stride + c``.
+    Its value for sample ``b``, sequence position ``t`` and column ``c`` is element
+    ``b * sample_stride + place + t * sequence_stride + c`` of tensor ``output``.
     """
 
     output: int
@@ -44,10 +44,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the op needs of a configuration."""
+    """A configuration in the form that the op reads."""
 
     key: str
-    """The configuration's proto bytes in base64, which name the plan in a compiled or exported program."""
+    """The configuration's proto bytes in base64; identifies the plan in compiled and exported programs."""
     feature_names: tuple[str, ...]
     widths: tuple[int, ...]
     """Per feature, the width of one embedding row."""
@@ -56,13 +56,13 @@ class Plan:
     shapes: tuple[tuple[int, ...], ...]
     """Per output; the first size is -1 for the batch."""
     tasks: tuple[Task, ...]
-    """Ordered by feature, then as the layouts list them."""
+    """In order of features, then in the order of the layouts."""
     native: Tensor
     """The tasks as int64 ``[tasks, fields]``."""
 
 
 def plan_of(configs: Any) -> Plan:
-    """The plan of a configuration object, of its proto bytes, or of a protobuf message of the same fields."""
+    """The plan of a configuration: an object, its proto bytes, or a protobuf message with the same fields."""
     if not isinstance(configs, FeatureConfigs):
         return plan_of_bytes(_message_bytes(configs))
     epoch = Message.epoch
@@ -72,7 +72,7 @@ def plan_of(configs: Any) -> Plan:
     try:
         data = configs.SerializeToString()
     except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"feature_cfgs: a field has a value that its message cannot hold: {error}") from error
+        raise ConfigError(f"feature_cfgs: a field has a value of the wrong type or range: {error}") from error
     plan = plan_of_bytes(data)
     watch(configs)
     object.__setattr__(configs, "_plan", (epoch, plan))
@@ -86,7 +86,7 @@ def plan_of_bytes(data: bytes) -> Plan:
 
 @lru_cache(maxsize=256)
 def plan_of_key(key: str) -> Plan:
-    """The plan that a key names; see `Plan.key`."""
+    """The plan with this `Plan.key`."""
     return _build(key, FeatureConfigs.FromString(base64.b64decode(key)))
 
 
@@ -149,9 +149,11 @@ class _Layout:
             self._check_slice(s)
         wanted = len(slices) if kind == OutType.NONE else 1
         if len(self.out.shape) != wanted:
-            self._fail(f"{OutType(kind).name} of {len(slices)} slices has {wanted} shapes, got {len(self.out.shape)}")
+            self._fail(
+                f"{OutType(kind).name} of {len(slices)} slices must have {wanted} shapes, got {len(self.out.shape)}"
+            )
         if not slices and kind != OutType.NONE:
-            self._fail("it has no slices")
+            self._fail("slice_configs must not be empty, got no slices")
         given = [shape_dims(shape) for shape in self.out.shape]
         widths = [s.end - s.start for s in slices]
         if kind == OutType.NONE:
@@ -162,7 +164,7 @@ class _Layout:
             return
         (shape,) = given
         if kind != OutType.CONCAT and len(set(widths)) > 1:
-            self._fail(f"{OutType(kind).name} takes slices of one width, got {widths}")
+            self._fail(f"all slices of {OutType(kind).name} must have one width, got {widths}")
         tail = {
             OutType.CONCAT: [sum(widths)],
             OutType.STACK: [len(slices), widths[0]],
@@ -182,31 +184,31 @@ class _Layout:
     def _check_slice(self, s: SliceConfig) -> None:
         config = self.configs.feature_configs.get(s.feature_name)
         if config is None:
-            raise ConfigError(f"layout {self.name!r}: no feature is named {s.feature_name!r}")
+            raise ConfigError(f"layout {self.name!r}: feature {s.feature_name!r} is not in feature_configs")
         width = sum(config.slice_dims)
         if not 0 <= s.start < s.end <= width:
             self._fail(f"slice [{s.start}, {s.end}) of feature {s.feature_name!r} is not within its {width} columns")
 
     def _sequence(self, slices: Sequence[SliceConfig]) -> int:
-        """The longest max_sequence_length of FIRSTN features, or 0 when no feature is one."""
+        """The longest max_sequence_length of the FIRSTN features, or 0 if there are none."""
         configs = [self.configs.feature_configs[s.feature_name] for s in slices]
         firstn = [config.pooling_type == PoolingType.FIRSTN for config in configs]
         if not any(firstn):
             return 0
         if not all(firstn):
-            self._fail("FIRSTN features do not mix with pooled ones")
+            self._fail("a layout must not mix FIRSTN features with pooled ones")
         if self.out.out_type == OutType.ADDN:
-            self._fail("ADDN takes no FIRSTN feature")
+            self._fail("ADDN must not have FIRSTN features")
         return max(config.max_sequence_length for config in configs)
 
     def _check_shape(self, shape: list[int], slices: Sequence[SliceConfig], tail: list[int]) -> int:
-        """Raises unless the shape is what its slices make; returns the length of the sequence axis, or 0."""
+        """Raise unless the shape fits its slices; return the length of the sequence axis, or 0."""
         longest = self._sequence(slices)
         expected = [*tail[:-1], *([None] if longest else []), tail[-1]]
         if len(shape) != 1 + len(expected):
-            self._fail(f"a shape has {1 + len(expected)} sizes here, got {shape}")
+            self._fail(f"the shape must have {1 + len(expected)} sizes, got {shape}")
         if shape[0] < -1:
-            self._fail(f"the first size of a shape is -1 for the batch, or a number of rows, got {shape}")
+            self._fail(f"the first size of the shape must be -1 for the batch, or a number of rows, got {shape}")
         for size, want in zip(shape[1:], expected, strict=True):
             if want is not None and size != want:
                 self._fail(
@@ -216,7 +218,7 @@ class _Layout:
             return 0
         length = shape[-2]
         if length < longest:
-            self._fail(f"the sequence axis of {shape} is shorter than max_sequence_length {longest}")
+            self._fail(f"the sequence axis must not be shorter than max_sequence_length {longest}, got {shape}")
         return length
 
     def _task(self, s: SliceConfig, output: int, place: int, shape: list[int], step: int, adds: bool) -> Task:

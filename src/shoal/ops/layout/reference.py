@@ -1,4 +1,4 @@
-"""The meaning of the layout op, in plain torch: gather the vectors of a slice, pool them, place them."""
+"""The layout op in plain torch: gather the vectors of a slice, pool them, place them."""
 
 import torch
 from torch import Tensor
@@ -31,11 +31,13 @@ def embedding_to_layout(
 
 
 def output_shape(shape: tuple[int, ...], batch: int) -> list[int]:
-    """A configured shape with the batch in its place."""
+    """A configured shape with the size of the batch filled in."""
     if shape[0] == -1:
         return [batch, *shape[1:]]
     if shape[0] < batch:
-        raise ConfigError(f"fused_embedding_to_layout: shape {list(shape)} has fewer rows than the batch of {batch}")
+        raise ConfigError(
+            f"fused_embedding_to_layout: a shape must have at least {batch} rows, the batch size, got {list(shape)}"
+        )
     return list(shape)
 
 
@@ -54,7 +56,10 @@ class _Part:
         self.block_size = like.new_tensor([b.size for b in request.blocks])
         self.block_stride = like.new_tensor([b.stride for b in request.blocks])
         if self.nfl.shape[0] < self.features:
-            raise ConfigError(f"fused_embedding_to_layout: nfl_offset has fewer than {self.features} entries")
+            raise ConfigError(
+                f"fused_embedding_to_layout: nfl_offset must have an entry per feature, {self.features}, "
+                f"got {self.nfl.shape[0]}"
+            )
         if self.nfl.shape[0] and int((self.nfl & 0x7FFFFFFF).max()) > self.rows.shape[0]:
             raise ConfigError(
                 f"fused_embedding_to_layout: nfl_offset reaches past the {self.rows.shape[0]} entries of feature_offset"
@@ -71,7 +76,9 @@ class _Part:
         if count == 0 or batch == 0:
             return None
         if count < (1 if shared else batch):
-            raise ConfigError(f"fused_embedding_to_layout: feature {task.feature} has {count} rows, the batch {batch}")
+            raise ConfigError(
+                f"fused_embedding_to_layout: feature {task.feature} has {count} rows for a batch of {batch}"
+            )
         ends = torch.cat([self.rows, self.rows.new_tensor([self.fids.shape[0]])])
         row = torch.full((batch,), first, device=flat.device) + (
             0 if shared else torch.arange(batch, device=flat.device)
@@ -83,7 +90,9 @@ class _Part:
         fid = self.fids[begin[sample] + position]
         block, index2 = (fid >> 32) & 0xFFFFFFFF, fid & 0xFFFFFFFF
         if block.numel() and int(block.max()) >= len(self.request.blocks):
-            raise ConfigError(f"fused_embedding_to_layout: fid_offset names block {int(block.max())}")
+            raise ConfigError(
+                f"fused_embedding_to_layout: fid_offset names block {int(block.max())} of {len(self.request.blocks)}"
+            )
         address = index2 * self.block_stride[block] + task.start
         if bool((address + task.width > self.block_size[block]).any()):
             raise ConfigError("fused_embedding_to_layout: a fid reaches past its block")

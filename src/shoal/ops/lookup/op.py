@@ -14,10 +14,10 @@ from shoal.ops.reduce.by_index import sum_by_index
 
 
 def map_id_to_embedding(ids: Any, embeddings: Any, input: Any, use_multi_threads: bool = True) -> Tensor:
-    """The embedding of each id of ``input``, found among several lists of ids.
+    """Look up each id of ``input`` in several lists of ids, and return its embedding.
 
     Args:
-        ids: K int64 vectors. Of an id given more than once the first occurrence counts.
+        ids: K int64 vectors. If an id occurs more than once, the first occurrence is used.
         embeddings: K tensors ``[len(ids[k]), d]``; gradients flow to them.
         input: int64 of any shape; an id that is in no list raises.
         use_multi_threads: the result is the same either way.
@@ -29,7 +29,7 @@ def map_id_to_embedding(ids: Any, embeddings: Any, input: Any, use_multi_threads
     [[3.0, 4.0], [5.0, 6.0]]
     """
     op = "map_id_to_embedding"
-    ids = _id_lists(op, ids)
+    ids = checks.vector_list(ids, op, "ids")
     rows = checks.float_list(embeddings, op, "embeddings")
     width = next((r.shape[1] for r in rows if r.dim() == 2), 0)
     rows = [checks.fit_empty(r, width) for r in rows]
@@ -39,7 +39,7 @@ def map_id_to_embedding(ids: Any, embeddings: Any, input: Any, use_multi_threads
 def map_id_to_embedding_gradient_back_prop(ids: Any, input: Any, grads: Any) -> list[Tensor]:
     """The gradient of `map_id_to_embedding` for each of its embeddings; ``grads`` is ``input.shape + [d]``."""
     op = "map_id_to_embedding_gradient_back_prop"
-    ids = _id_lists(op, ids)
+    ids = checks.vector_list(ids, op, "ids")
     input = checks.int64(input, op, "input")
     grads = checks.constant(checks.floats(grads, op, "grads"))
     if grads.shape[:-1] != input.shape or grads.dim() != input.dim() + 1:
@@ -52,7 +52,7 @@ def map_id_to_embedding_gradient_back_prop(ids: Any, input: Any, grads: Any) -> 
 def gather_embeddings_by_input(
     ids: Any, embeddings: Any, input: Any, use_multi_threads: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The embedding of each id of ``input`` out of one table, and where it was found.
+    """Return the embedding of each id of ``input`` from one table, and its position there.
 
     Args:
         ids: int64 ``[m]``. embeddings: ``[m, d]``; a gradient flows to it.
@@ -65,7 +65,7 @@ def gather_embeddings_by_input(
     op = "gather_embeddings_by_input"
     ids, rows = checks.vector(ids, op, "ids"), checks.floats(embeddings, op, "embeddings")
     if rows.dim() != 2 or rows.shape[0] != ids.shape[0]:
-        raise ConfigError(f"{op}: embeddings must have a row per id, {ids.shape[0]}, got shape {list(rows.shape)}")
+        raise ConfigError(f"{op}: embeddings must be [{ids.shape[0]}, d], one row per id, got shape {list(rows.shape)}")
     return tuple(_map([ids], [rows], checks.int64(input, op, "input"), bool(use_multi_threads)))
 
 
@@ -83,10 +83,6 @@ def gather_embeddings_by_ids_gradient_back_prop(ids: Any, grads: Any, index_mapp
     return sum_by_index(index, grads.reshape(index.numel(), grads.shape[-1]), ids.shape[0])
 
 
-def _id_lists(op: str, ids: Any) -> list[Tensor]:
-    return checks.vector_list(ids, op, "ids")
-
-
 def _sum_into(place: Tensor, grads: Tensor, lengths: list[int]) -> list[Tensor]:
     total = sum_by_index(place.reshape(-1), grads.reshape(place.numel(), grads.shape[-1]), sum(lengths))
     return list(total.split(lengths))
@@ -100,11 +96,11 @@ def _check_map(ids: list[Tensor], embeddings: list[Tensor], input: Tensor, multi
     for k, (i, rows) in enumerate(zip(ids, embeddings, strict=True)):
         if rows.dim() != 2 or rows.shape[0] != i.shape[0]:
             raise ConfigError(
-                f"{op}: embeddings[{k}] must have a row per id, {i.shape[0]}, got shape {list(rows.shape)}"
+                f"{op}: embeddings[{k}] must be [{i.shape[0]}, d], one row per id, got shape {list(rows.shape)}"
             )
         if rows.shape[1] != embeddings[0].shape[1] or rows.dtype != embeddings[0].dtype:
             raise ConfigError(
-                f"{op}: all embeddings have one width and dtype, but embeddings[{k}] is {rows.dtype}"
+                f"{op}: all embeddings must have one width and dtype, but embeddings[{k}] is {rows.dtype}"
                 f" {list(rows.shape)} and embeddings[0] is {embeddings[0].dtype} {list(embeddings[0].shape)}"
             )
 

@@ -1,4 +1,4 @@
-"""The meaning of the lookup ops, in plain torch."""
+"""The lookup ops in plain torch."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 
 
-def id_places(ids: list[Tensor], input: Tensor, multi_threads: bool = True) -> Tensor:
+def id_places(ids: list[Tensor], input: Tensor) -> Tensor:
     """Where each id of ``input`` first occurs in the concatenated ``ids``."""
     if input.numel() == 0:
         return torch.empty_like(input)

@@ -19,7 +19,7 @@ _NATIVE = {
 
 
 def reduce_sum(id_indices: Any, id_values: Any, id_length: Any, name: str | None = None) -> Tensor:
-    """Sums the rows that share a target row.
+    """Sum the rows that have the same target row.
 
     Args:
         id_indices: int64 ``[n, k]``; column 0 is the target row of each value, in any order.
@@ -27,7 +27,7 @@ def reduce_sum(id_indices: Any, id_values: Any, id_length: Any, name: str | None
         id_length: int64 1-D; element 0 is the number of output rows.
 
     Returns:
-        ``[id_length, d]``; a row that nothing targets is zero.
+        ``[id_length, d]``; a row without values is zero.
 
     >>> reduce_sum([[2], [0], [2]], [[1, 2], [3, 4], [5, -2]], [3]).tolist()
     [[3.0, 4.0], [0.0, 0.0], [6.0, 0.0]]
@@ -36,14 +36,14 @@ def reduce_sum(id_indices: Any, id_values: Any, id_length: Any, name: str | None
 
 
 def reduce_mean(id_indices: Any, id_values: Any, id_length: Any, name: str | None = None) -> Tensor:
-    """Averages the rows that share a target row, as `reduce_sum` sums them; an empty row is zero."""
+    """The mean of the rows that have the same target row, with the arguments of `reduce_sum`."""
     return _reduce_ids("reduce_mean", id_indices, id_values, id_length, MEAN)
 
 
 def reduce_sqrtn(id_indices: Any, id_values: Any, id_length: Any) -> Tensor:
-    """The element-wise L2 norm ``sqrt(sum x^2)`` of the rows that share a target row.
+    """The element-wise L2 norm ``sqrt(sum x^2)`` of the rows that have the same target row.
 
-    Despite its name this is not sum / sqrt(n). Where the norm is zero, so is the gradient.
+    Despite its name this is not sum / sqrt(n). The gradient of a zero norm is zero.
     """
     return _reduce_ids("reduce_sqrtn", id_indices, id_values, id_length, SQRTN)
 
@@ -52,7 +52,7 @@ def fused_sorted_segment_sum(indices: Any, values: Any, shapes: Any) -> list[Ten
     """Segment sums of several tensors.
 
     Args:
-        indices: N int32/int64 vectors of segment ids; ascending ones are quickest, any order is right.
+        indices: N int32/int64 vectors of segment ids in any order; ascending ones are fastest.
         values: N tensors ``[n_i, ...]``; gradients flow to them.
         shapes: N output shapes ``[B_i, ...]`` whose trailing sizes are those of ``values[i]``.
 
@@ -84,7 +84,7 @@ def _segment_sum(op: str, i: int, index: Any, value: Any, shape: Any) -> Tensor:
 def fused_reduce_sum_and_split(
     id_indices: Any, id_values: Any, id_length: Any, split_dims: Any, name: str | None = None
 ) -> list[Tensor]:
-    """`reduce_sum` to ``[id_length, d]``, then the columns cut by ``split_dims``, which add up to ``d``.
+    """`reduce_sum` to ``[id_length, d]``, with the columns split by ``split_dims``, which must add up to ``d``.
 
     Args:
         id_indices: int64 ``[n]``, in any order. id_values: ``[n, d]``; a gradient flows to it.
@@ -99,7 +99,7 @@ def fused_reduce_sum_and_split(
 
 
 def sum_by_index(index: Tensor, values: Tensor, rows: int) -> Tensor:
-    """``out[index[i]] += values[i]`` into ``[rows, d]`` zeros, in input order, whatever the number of threads."""
+    """``out[index[i]] += values[i]`` into ``[rows, d]`` zeros, in input order for any number of threads."""
     return _reduce(index, values, rows, SUM)
 
 
@@ -170,7 +170,7 @@ def _check_backward(grad: Tensor, index: Tensor, how: int, values: Tensor | None
     if how == SQRTN and (
         values is None or norm is None or norm.shape != grad.shape or values.shape != (index.shape[0], grad.shape[1])
     ):
-        raise ConfigError("the gradient of reduce_sqrtn needs the values and the norms of the forward")
+        raise ConfigError("the gradient of reduce_sqrtn needs the values and the norms of the forward pass")
 
 
 _reduce = Op(

@@ -23,7 +23,7 @@ _FIRST_N = {
 
 
 def fused_reduce_and_split_gpu(splits: Any, embeddings: Any, slice_dims: Any, name: str | None = None) -> list[Tensor]:
-    """Sums the rows of each segment and cuts the columns, for several tables at once, on any device.
+    """Sum the rows of each segment and split the columns, for several tables at once, on any device.
 
     Args:
         splits: N vectors of row splits ``[B + 1]``, the same B for all.
@@ -66,7 +66,7 @@ def _check(splits: list[Tensor], embeddings: list[Tensor], slices: list[int], co
             )
         if rows.dim() != 2 or rows.dtype != embeddings[0].dtype:
             raise ConfigError(
-                f"{_OP}: embeddings[{i}] must be 2-D of one dtype for all, got {rows.dtype} {list(rows.shape)}"
+                f"{_OP}: all embeddings must be 2-D of one dtype, got {rows.dtype} {list(rows.shape)} for table {i}"
             )
         width = sum(next(cut) for _ in range(count))
         checks.check_same(_OP, f"the sum of slice_dims[{i}]", width, f"the width of embeddings[{i}]", rows.shape[1])
@@ -103,12 +103,12 @@ def _backward_cpu(splits: list[Tensor], grads: list[Tensor], rows: list[int], co
 
 def _check_backward(splits: list[Tensor], grads: list[Tensor], rows: list[int], counts: list[int]) -> None:
     if not len(splits) == len(rows) == len(counts) or sum(counts) != len(grads):
-        raise ConfigError(f"{_OP}: the gradient's lists differ in length")
+        raise ConfigError(f"{_OP}: splits, rows and counts must have one length, and each slice one gradient")
     for grad in grads:
         if grad.dim() != 2 or grad.shape[0] != splits[0].shape[0] - 1 or grad.dtype != grads[0].dtype:
             raise ConfigError(f"{_OP}: a gradient must be [{splits[0].shape[0] - 1}, slice], got {list(grad.shape)}")
     if any(s.shape != splits[0].shape for s in splits):
-        raise ConfigError(f"{_OP}: all splits are [B + 1] with the same B")
+        raise ConfigError(f"{_OP}: all splits must be [B + 1] with the same B")
 
 
 _reduce = Op(
@@ -152,7 +152,7 @@ _reduce.register_gradient(_backward, _setup)
 def _check_first_n(values: Tensor, row_splits: Tensor, limit: int) -> None:
     if values.dim() != 2 or row_splits.dim() != 1 or row_splits.shape[0] < 1 or limit < 1:
         raise ConfigError(
-            f"first_n takes values [n, d], row splits [rows + 1] and a limit of at least 1,"
+            f"first_n: values must be [n, d], row_splits [rows + 1] and limit at least 1,"
             f" got {list(values.shape)}, {list(row_splits.shape)} and {limit}"
         )
 

@@ -1,4 +1,4 @@
-"""The meaning of the reductions, in plain torch."""
+"""The reductions in plain torch."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""De-duplicating ids and dealing them out to shards."""
+"""Removing duplicate ids and distributing them to shards."""
 
 from shoal.ops.reorder.op import FusedReorder, fused_reorder_by_indices, reorder_by_indices
 

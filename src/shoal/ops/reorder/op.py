@@ -16,27 +16,27 @@ EMPTY_RANK0_VARIABLE = "MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD"
 
 
 def empty_shards(num_of_shards: int, rank0_empty_shard: bool | None = None) -> int:
-    """How many shards, from number 0, stay empty: 1 if wished, or by default with more than four shards.
+    """The number of leading shards to keep empty: 1 if requested, or by default with more than four shards.
 
-    The environment variable ``MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD`` (1 unless set) switches the default off.
+    ``MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD`` in the environment (1 unless set) can turn the default off.
     """
     if rank0_empty_shard is None:
         return int(num_of_shards > 4 and switch(EMPTY_RANK0_VARIABLE, 1) == 1)
     if rank0_empty_shard and num_of_shards < 2:
-        raise ConfigError(f"with rank0_empty_shard there must be at least 2 shards, got {num_of_shards}")
+        raise ConfigError(f"num_of_shards must be at least 2 with rank0_empty_shard, got {num_of_shards}")
     return int(rank0_empty_shard)
 
 
 def reorder_by_indices(input: Any, shard_ids: Any, num_of_shards: int) -> tuple[Tensor, Tensor]:
-    """Drops repeated elements and groups the rest by shard.
+    """Remove repeated elements and group the rest by shard.
 
     Args:
-        input: int64 ``[n]``, or float32 ``[n, d]`` whose column 0 alone decides what is equal.
-        shard_ids: int32 ``[n]``; that of the first occurrence counts.
-        num_of_shards: how many shards, at least 1.
+        input: int64 ``[n]``, or float32 ``[n, d]``, compared by column 0 only.
+        shard_ids: int32 ``[n]``; an element's shard is that of its first occurrence.
+        num_of_shards: number of shards, at least 1.
 
     Returns:
-        ``output``: shard 0's elements, then shard 1's ...; inside a shard the last first occurrence comes first.
+        ``output``: the elements of shard 0, then of shard 1 ..., in a shard in reverse order of first occurrence.
         ``shard_sizes``: int32 ``[num_of_shards]``.
 
     >>> [out.tolist() for out in reorder_by_indices([10, 11, 12, 10], [0, 1, 0, 0], 2)]
@@ -99,28 +99,28 @@ _reorder = Op(
 
 
 class FusedReorder(NamedTuple):
-    """What `fused_reorder_by_indices` returns."""
+    """The result of `fused_reorder_by_indices`."""
 
     output: Tensor
-    """int64: the distinct ids, shard by shard, inside a shard table by table."""
+    """int64: the distinct ids, shard by shard and, in a shard, table by table."""
     shard_sizes: Tensor
     """int32 ``[S]``: ids per shard."""
     sharded_slot_sizes: Tensor
     """int32 ``[S * M]``: ids per shard and table."""
     emb_offset_sz: Tensor
-    """int32 ``[M]``: ids given per table; cuts ``fused_embedding_offsets``."""
+    """int32 ``[M]``: input ids per table; splits ``fused_embedding_offsets``."""
     fused_embedding_offsets: Tensor
-    """int32: per id given, where its vector starts in the flat buffer of all vectors of ``output``."""
+    """int32: per input id, the start of its vector in the flat buffer of all vectors of ``output``."""
 
 
 def fused_reorder_by_indices(
     inputs: Any, num_of_shards: int, dim_sizes: Any, rank0_empty_shard: bool | None = None
 ) -> FusedReorder:
-    """De-duplicates the ids of several tables and deals them out to shards, in one pass.
+    """Remove duplicate ids in several tables and distribute them to shards, in one pass.
 
     Args:
-        inputs: M int64 vectors, one per table, any of them empty. Equal ids of different tables stay apart.
-        num_of_shards: S. An id's shard is its floor-mod; see ``rank0_empty_shard``.
+        inputs: M int64 vectors, one per table, possibly empty. Equal ids in different tables stay separate.
+        num_of_shards: S. An id's shard is its floor modulo; see ``rank0_empty_shard``.
         dim_sizes: M ints, the width of each table's embeddings.
         rank0_empty_shard: keep shard 0 empty (True) or use it (False). None: empty when S > 4, unless the environment
             variable ``MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD``, read at every call, is set to something other than ``1``.
@@ -132,34 +132,34 @@ def fused_reorder_by_indices(
     """
     op = "fused_reorder_by_indices"
     ids = checks.vector_list(inputs, op, "inputs")
-    wish = -1 if rank0_empty_shard is None else int(rank0_empty_shard)
+    rank0_empty = -1 if rank0_empty_shard is None else int(rank0_empty_shard)
     shards = checks.number(num_of_shards, op, "num_of_shards")
-    return FusedReorder(*_fused_reorder(ids, shards, checks.int_list(dim_sizes, op, "dim_sizes"), wish))
+    return FusedReorder(*_fused_reorder(ids, shards, checks.int_list(dim_sizes, op, "dim_sizes"), rank0_empty))
 
 
-def _check_fused(inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], wish: int) -> None:
+def _check_fused(inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], rank0_empty: int) -> None:
     op = "fused_reorder_by_indices"
     if not inputs:
         raise ConfigError(f"{op}: inputs must hold at least one table, got none")
     if num_of_shards < 1:
         raise ConfigError(f"{op}: num_of_shards must be at least 1, got {num_of_shards}")
     checks.check_same(op, "the number of dim_sizes", len(dim_sizes), "the number of inputs", len(inputs))
-    if wish == 1 and num_of_shards < 2:
-        raise ConfigError(f"{op}: with rank0_empty_shard there must be at least 2 shards, got {num_of_shards}")
+    if rank0_empty == 1 and num_of_shards < 2:
+        raise ConfigError(f"{op}: num_of_shards must be at least 2 with rank0_empty_shard, got {num_of_shards}")
 
 
-def _empty(num_of_shards: int, wish: int) -> int:
-    # Read inside the op: a compiled program looks at the environment at every call, too.
-    return empty_shards(num_of_shards, None if wish < 0 else bool(wish))
+def _empty(num_of_shards: int, rank0_empty: int) -> int:
+    # Called by the op's kernels, so that a compiled program also reads the environment at every call.
+    return empty_shards(num_of_shards, None if rank0_empty < 0 else bool(rank0_empty))
 
 
 def _fused_cpu(
-    inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], wish: int
+    inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], rank0_empty: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = [ids.contiguous() for ids in inputs]
     lengths = [ids.numel() for ids in inputs]
     work = _core.FusedReorder(
-        [ids.data_ptr() for ids in inputs], lengths, num_of_shards, _empty(num_of_shards, wish), list(dim_sizes)
+        [ids.data_ptr() for ids in inputs], lengths, num_of_shards, _empty(num_of_shards, rank0_empty), list(dim_sizes)
     )
     output = inputs[0].new_empty(work.size)
     shard_sizes = output.new_empty(num_of_shards, dtype=torch.int32)
@@ -169,11 +169,11 @@ def _fused_cpu(
     return output, shard_sizes, slot_sizes, torch.tensor(lengths, dtype=torch.int32, device="cpu"), offsets
 
 
-def _fused_reference(inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], wish: int) -> Any:
-    return reference.fused_reorder_by_indices(inputs, num_of_shards, dim_sizes, _empty(num_of_shards, wish))
+def _fused_reference(inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], rank0_empty: int) -> Any:
+    return reference.fused_reorder_by_indices(inputs, num_of_shards, dim_sizes, _empty(num_of_shards, rank0_empty))
 
 
-def _fused_fake(inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], wish: int) -> Any:
+def _fused_fake(inputs: list[Tensor], num_of_shards: int, dim_sizes: list[int], rank0_empty: int) -> Any:
     like = inputs[0]
     return (
         like.new_empty(new_size()),

@@ -1,4 +1,4 @@
-"""The meaning of the reorder ops, in plain torch."""
+"""The reorder ops in plain torch."""
 
 import torch
 from torch import Tensor

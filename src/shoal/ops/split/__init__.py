@@ -1,4 +1,4 @@
-"""Dealing rows out to parts by an index per row."""
+"""Splitting rows into parts by one index per row."""
 
 from shoal.ops.split.op import ragged_split_by_indices, split_by_indices
 

@@ -14,7 +14,7 @@ from shoal.ragged import Ragged
 
 
 def split_by_indices(indices: Any, tensor: Any, num_splits: int) -> list[Tensor]:
-    """Deals rows out to ``num_splits`` tensors, input order kept.
+    """Split rows into ``num_splits`` tensors, in input order.
 
     Args:
         indices: int64 ``[n]``, each in ``[0, num_splits)``.
@@ -33,7 +33,7 @@ def split_by_indices(indices: Any, tensor: Any, num_splits: int) -> list[Tensor]
 
 
 def ragged_split_by_indices(indices: Any, num: Any, num_splits: int) -> tuple[list[Ragged], list[Ragged]]:
-    """Deals the values of a ragged tensor out to parts that keep its rows.
+    """Split the values of a ragged tensor into parts with the same rows.
 
     Args:
         indices: int64 ``[n]``, one per value, each in ``[0, num_splits)``.
@@ -87,7 +87,7 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def plain_bytes(rows: Tensor) -> Tensor:
-    """Contiguous memory that holds the very values: a conjugation or a sign that is still pending is done."""
+    """Contiguous rows, with a pending conjugation or negation applied."""
     return rows.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -109,8 +109,8 @@ def _split_fake(indices: Tensor, tensor: Tensor, num_splits: int) -> list[Tensor
 def _check_unsplit(indices: Tensor, grads: list[Tensor]) -> None:
     _check_indices("split_by_indices", indices, sum(g.shape[0] for g in grads), "gradient rows", len(grads))
     if any(g.shape[1:] != grads[0].shape[1:] or g.dtype != grads[0].dtype for g in grads):
-        told = ", ".join(f"{g.dtype} {list(g.shape)}" for g in grads)
-        raise ConfigError(f"split_by_indices: the parts' gradients must have one row shape and dtype, got {told}")
+        got = ", ".join(f"{g.dtype} {list(g.shape)}" for g in grads)
+        raise ConfigError(f"split_by_indices: the parts' gradients must have one row shape and dtype, got {got}")
 
 
 def _unsplit_cpu(indices: Tensor, grads: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The meaning of the split ops, in plain torch."""
+"""The split ops in plain torch."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Looking every distinct key up once and scattering its vector to all its places."""
+"""Looking up every distinct key once and copying its vector to all its positions."""
 
 from shoal.ops.unique.fill import fill_with_offset_map, fill_with_offset_map_gradient, finalize_shared_tensor
 from shoal.ops.unique.shared import SharedTensor

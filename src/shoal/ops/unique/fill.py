@@ -18,11 +18,11 @@ from shoal.ragged import Ragged
 def fill_with_offset_map(
     pos: Any, value: Any, value_offset_map: Ragged, value_buffer: SharedTensor, dims: Any
 ) -> SharedTensor:
-    """Copies each key's vector to every place of the buffer that the key has.
+    """Copy each key's vector to all of the key's positions in the buffer.
 
     Args:
-        pos: ragged int64, a row per entry of ``dims``: flat indices of unique keys.
-        value: float32 1-D, the vectors of those keys one after another, each as wide as its row's ``dims``.
+        pos: ragged int64 with one row per entry of ``dims``: flat indices of unique keys.
+        value: float32 1-D, the concatenated vectors of those keys, each as wide as its row's ``dims``.
         value_offset_map: the ``value_offset`` of `unique_key_with_value_and_offset`.
         value_buffer: its ``value_buffer``, written in place. Nothing is written when an argument is refused.
         dims: the widths.
@@ -51,8 +51,8 @@ def fill_with_offset_map(
 
 
 def fill_with_offset_map_gradient(pos: Any, grad: Any, value_offset_map: Ragged, dims: Any) -> Tensor:
-    """The derivative of fill and finalize with respect to ``value``: for each element of ``pos``, in order, the sum of
-    ``grad``'s slices at all offsets of its key."""
+    """The gradient of fill and finalize with respect to ``value``: for each element of ``pos``, the sum of the slices
+    of ``grad`` at all offsets of its key."""
     op = "fill_with_offset_map_gradient"
     pos, offset_splits, offsets, dims = _map_arguments(op, pos, value_offset_map, dims)
     grad = checks.constant(checks.floats(grad, op, "grad")).float()
@@ -60,7 +60,7 @@ def fill_with_offset_map_gradient(pos: Any, grad: Any, value_offset_map: Ragged,
 
 
 def finalize_shared_tensor(shared_tensor_handles: Any, dtype: torch.dtype, shape: Any) -> Tensor:
-    """Hands out the buffer of a shared tensor and ends the handle's life.
+    """Return the buffer of a shared tensor; its handle cannot be used afterwards.
 
     Args:
         shared_tensor_handles: the same handle, repeated once per fill that it depends on.
@@ -68,7 +68,7 @@ def finalize_shared_tensor(shared_tensor_handles: Any, dtype: torch.dtype, shape
         shape: a hint such as ``[None]`` or ``[length]``; one that contradicts the buffer raises.
 
     Returns:
-        float32 1-D; places never filled are zero. Its gradient flows to every ``value`` that was filled in.
+        float32 1-D; zero where nothing was filled in. Its gradient flows to every ``value`` that was filled in.
     """
     op = "finalize_shared_tensor"
     handles = list(checks.tensors(shared_tensor_handles, op, "shared_tensor_handles"))
@@ -83,7 +83,7 @@ def finalize_shared_tensor(shared_tensor_handles: Any, dtype: torch.dtype, shape
     if shape is not None:
         hint = list(shape)
         if len(hint) != 1 or (hint[0] is not None and hint[0] != -1 and hint[0] != handle.size):
-            raise ConfigError(f"{op}: the buffer has shape [{handle.size}], which contradicts the hint {hint}")
+            raise ConfigError(f"{op}: shape must be [{handle.size}], the buffer's, or [None], got {hint}")
     handle._finalized = True
     fills, handle._fills = handle._fills, []
     if torch.compiler.is_compiling() or type(buffer) is not Tensor:
@@ -95,7 +95,7 @@ def finalize_shared_tensor(shared_tensor_handles: Any, dtype: torch.dtype, shape
     if not fills:
         return buffer
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
-        buffer = buffer.clone()  # made while serving, so that no graph may hold it
+        buffer = buffer.clone()  # made in inference mode, so autograd cannot use it
     return _Connect.apply(buffer, fills, *[f.value for f in fills])
 
 
@@ -134,7 +134,9 @@ def _map_arguments(op: str, pos: Any, value_offset_map: Any, dims: Any) -> tuple
         )
     inner = value_offset_map.values
     if not isinstance(inner, Ragged) or isinstance(inner.values, Ragged):
-        raise ConfigError(f"{op}: value_offset_map is ragged in two dimensions; pass value_offset as it was returned")
+        raise ConfigError(
+            f"{op}: value_offset_map must be ragged in two dimensions; pass value_offset as it was returned"
+        )
     return (
         pos,
         inner.row_splits,
@@ -157,7 +159,7 @@ def _fill_native(fill: Fill, buffer: Tensor, disjoint: bool) -> None:
 
 
 def _fill_device(fill: Fill, buffer: Tensor, disjoint: bool) -> None:
-    """In place, by the op's kernel for the buffer's device; what is on the CPU follows it there."""
+    """Fill in place, by the kernel for the buffer's device; CPU tensors are copied to that device."""
     assert fill.value is not None
     value, pos, pos_splits, offset_splits, offsets = (t.to(buffer.device) for t in fill[:5] if isinstance(t, Tensor))
     fill = Fill(value, pos, pos_splits, offset_splits, offsets, fill.dims)

@@ -1,4 +1,4 @@
-"""The meaning of the unique-key ops, in plain torch."""
+"""The unique-key ops in plain torch."""
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def unique_key_with_value_and_offset(
 def _places(
     pos: Tensor, pos_splits: Tensor, offset_splits: Tensor, offsets: Tensor, dims: list[int], floats: int
 ) -> tuple[Tensor, Tensor]:
-    """Per float of the value vector and offset of its element: the float's index, and its place in the buffer."""
+    """For each offset of each element, and each float of its vector: the float's index, and its place in the buffer."""
     if pos.numel() and (int(pos.min()) < 0 or int(pos.max()) >= offset_splits.shape[0] - 1):
         raise ConfigError(f"an element of pos must be in [0, {offset_splits.shape[0] - 1}), got {pos.tolist()}")
     width = torch.tensor(dims, dtype=torch.int64, device=pos.device).repeat_interleave(pos_splits.diff())

@@ -1,4 +1,4 @@
-"""`SharedTensor`: a flat buffer that several fills write before it is handed out."""
+"""`SharedTensor`: a flat buffer that several fills write before it is returned."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ class Fill(NamedTuple):
     """One call of `fill_with_offset_map`, kept for the gradient."""
 
     value: Tensor | None
-    """None where only the gradient is wanted."""
+    """None if only the gradient is needed."""
     pos: Tensor
     pos_splits: Tensor
     offset_splits: Tensor
@@ -20,7 +20,7 @@ class Fill(NamedTuple):
 
 
 class SharedTensor:
-    """A handle on a float32 buffer of ``size`` floats, zero until filled; finalizing it ends its life."""
+    """A handle to a float32 buffer of ``size`` floats, zero until filled; unusable once finalized."""
 
     def __init__(self, buffer: Tensor, offsets: Tensor | None = None) -> None:
         self._buffer = buffer
@@ -30,7 +30,7 @@ class SharedTensor:
 
     @property
     def size(self) -> int:
-        """How many floats the buffer has."""
+        """The number of floats in the buffer."""
         return self._buffer.shape[0]
 
     def buffer(self, op: str) -> Tensor:

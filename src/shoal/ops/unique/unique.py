@@ -16,18 +16,18 @@ from shoal.ragged import Ragged
 
 
 class UniqueKeys(NamedTuple):
-    """What `unique_key_with_value_and_offset` returns."""
+    """The result of `unique_key_with_value_and_offset`."""
 
     unique_key: Ragged
     """Distinct keys of each row, in order of first occurrence."""
     value_offset: Ragged
     """Doubly ragged: per row and distinct key, the rising float offsets of its occurrences."""
     value_buffer: SharedTensor | None
-    """The buffer that the offsets point into, or None if none was asked for."""
+    """The buffer to which the offsets refer, or None if not requested."""
 
 
 def unique_key_with_value_and_offset(key: Any, dims: Any, generate_buffer: bool = True) -> UniqueKeys:
-    """Finds each row's distinct keys and where the values of all keys are in one flat buffer.
+    """Find each row's distinct keys, and the offsets of all keys' values in one flat buffer.
 
     Args:
         key: ragged int64 with R rows.
