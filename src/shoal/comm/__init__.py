@@ -1,4 +1,4 @@
-"""Who am I, and how bytes reach the others."""
+"""This process's rank, and how bytes reach the other ranks."""
 
 from shoal.lazy import exports
 

@@ -1,4 +1,4 @@
-"""Rows and bags out of one flat buffer of rows, and their gradients into one, without a copy per id between."""
+"""Reads rows and pools bags from a flat buffer of rows, and sums gradients into one, without a copy per id."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.table.protocol import SUM, Features, Found, Part
 
 
 def take_rows(flat: Tensor, where: Tensor, dim: int, padding: bool) -> Tensor:
-    """``[N, dim]``: the rows that start at ``where``; zeros where it is negative, which it is for padding alone."""
+    """``[N, dim]``: the rows that start at ``where``; zeros for padding, which has a negative place."""
     if not padding:
         return gather_rows(flat, where, dim)
     keep = where >= 0
@@ -29,7 +29,7 @@ def pool_rows(
     flat: Tensor, found: Found, features: Features, offsets: Tensor, weights: Tensor | None, out: Tensor, dim: int,
     marks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """What `Group.pooled` of the rows in ``flat`` is, written to ``out`` and ``marks``."""
+    """`Group.pooled` for the rows in ``flat``; writes the results to ``out`` and ``marks``."""
     if not (_on_host(flat, found.where, offsets, weights, out) and out.is_contiguous()):
         rows = take_rows(flat, found.where, dim, features.padding is not None)
         pool_columns(rows, found, features, offsets, weights, out, marks)
@@ -44,14 +44,14 @@ def pool_rows(
 
 
 def add_gradients(parts: Sequence[Part], rows: int, dim: int) -> Tensor:
-    """Flat: the summed gradient of each of a find's ``rows`` distinct ids, in the order of parts."""
+    """A flat buffer with the summed gradient of each of a find's ``rows`` distinct ids."""
     for part in parts:
         shape = [part.found.ids.numel(), dim] if part.offsets is None else [_bag_count(part), part.features.width]
         if part.grad.dtype != torch.float32 or list(part.grad.shape) != shape:
             raise ConfigError(f"grad must be float32 {shape}, got {part.grad.dtype} {list(part.grad.shape)}")
     if not all(_on_host(part.grad, part.found.where, part.offsets, part.weights) for part in parts):
-        return _added(parts, rows, dim)
-    if all(part.offsets is None for part in parts):  # there is nothing to lay out
+        return _add_gradients_in_torch(parts, rows, dim)
+    if all(part.offsets is None for part in parts):  # no bags
         keep = [slice(None) if part.features.padding is None else part.found.where >= 0 for part in parts]
         grads, offsets = zip(*((p.grad[k], p.found.where[k]) for p, k in zip(parts, keep, strict=True)), strict=True)
         return scatter_rows(rows * dim, grads, offsets, [dim] * len(parts))
@@ -74,7 +74,7 @@ def _add_bags(part: Part, flat: Tensor, dim: int) -> None:
     )  # fmt: skip
 
 
-def _added(parts: Sequence[Part], rows: int, dim: int) -> Tensor:
+def _add_gradients_in_torch(parts: Sequence[Part], rows: int, dim: int) -> Tensor:
     """`add_gradients` in plain torch, on any device."""
     device = parts[0].grad.device if parts else torch.device("cpu")
     flat = torch.zeros(rows, dim, device=device)
@@ -91,7 +91,7 @@ def _bag_count(part: Part) -> int:
 
 
 def _bags(found: Found, features: Features, offsets: Tensor, weights: Tensor | None) -> tuple[int, Tensor | None]:
-    """Bags per feature, and weights as native code reads them."""
+    """The number of bags per feature, and weights in the form that native code reads."""
     bags, rest = divmod(offsets.numel() - 1, max(1, len(features.tables)))
     if rest or len(features.combiners) != len(features.tables) or len(features.columns) != len(features.tables):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which device a table's rows are on, and the checks of ids and gradients that may come from another one."""
+"""The device of a table's rows, and checks of ids and gradients that can come from another device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def home(table: Any) -> torch.device:
-    """Where the table reads ids and leaves rows: its ``device``, the CPU for one that has none."""
+    """The table's ``device``, where it reads ids and returns rows; the CPU if it has no such attribute."""
     return torch.device(getattr(table, "device", None) or CPU)
 
 
@@ -23,21 +23,21 @@ def ids_anywhere(ids: Any, name: str) -> Tensor:
 
 
 def rows_anywhere(values: Any, n: int, dim: int, name: str, what: str, device: torch.device) -> Tensor:
-    """`as_rows` for values on any device, on the one that is wanted."""
+    """`as_rows` for values on any device, moved to ``device``."""
     here = values.device if isinstance(values, Tensor) and values.is_cuda else CPU
     return as_rows(values, n, dim, name, what, here).to(device)
 
 
 def host_ids(ids: Any, name: str, home: torch.device) -> Tensor:
-    """Ids on the CPU, where they are routed. They may come from a GPU if the parts' ``home`` is one."""
+    """Ids on the CPU, where they are routed. CUDA ids are accepted only if the parts' ``home`` is a GPU."""
     return as_ids(ids, name) if home == CPU else ids_anywhere(ids, name).cpu()
 
 
 def host_rows(values: Any, n: int, dim: int, name: str, what: str, home: torch.device) -> Tensor:
-    """Values on the CPU, by the same rule."""
+    """Values on the CPU, by the same rule as `host_ids`."""
     return as_rows(values, n, dim, name, what) if home == CPU else rows_anywhere(values, n, dim, name, what, CPU)
 
 
 def place_of(ids: Any) -> torch.device:
-    """Where rows of these ids are returned: with the ids."""
+    """The device on which rows of these ids are returned: the ids' own."""
     return ids.device if isinstance(ids, Tensor) else CPU

@@ -1,4 +1,4 @@
-"""`DistributedHashTable`: one table whose rows are dealt out to parameter servers, or to parts in this process."""
+"""`DistributedHashTable`: one table whose rows are split over parameter servers, or over parts in this process."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from shoal.table.protocol import Part, Step, group_of
 class DistributedHashTable:
     """One table in ``ps_num`` parts; ``hash_table_factory(i, config)`` builds the part of shard ``i``.
 
-    Ids are de-duplicated here: one row per distinct id travels, and gradients of equal ids are summed into one
-    optimizer step. ``assign`` and ``assign_add`` send every occurrence in order. Parts may be local tables or
-    `RemoteHashTable`; the latter are asked all at once. It can be used in place of a `shoal.HashTable`.
+    Ids are de-duplicated here: one row per distinct id is sent, and gradients of equal ids are summed into one
+    optimizer step. ``assign`` and ``assign_add`` send every occurrence in order. Parts can be local tables or
+    `RemoteHashTable`; requests to the latter run concurrently. It can be used in place of a `shoal.HashTable`.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class DistributedHashTable:
         self._dim = one_dim(self._tables, f"table {self.name!r}")
         self._home = home(self._tables[0])
 
-    # --- the group that it is -----------------------------------------------------------------------------------------
+    # --- the table protocol -------------------------------------------------------------------------------------------
 
     def group_key(self) -> Hashable:
-        """Tables whose parts are on the same servers, or all in this process, are one group."""
+        """Tables whose parts are on the same servers, or all in this process, form one group."""
         places = [(id(getattr(part, "client", None)), getattr(part, "shard", None)) for part in self._tables]
         return "parts", tuple(places), self._dim, self._home, self.clocked
 
@@ -57,7 +57,7 @@ class DistributedHashTable:
 
     @property
     def saved_by(self) -> str:
-        """What keeps the rows, which are not in the ``state_dict`` of a module."""
+        """How the rows are saved; they are not in a module's ``state_dict``."""
         return self._group.parts.saved_by
 
     def rates(self, step: int) -> list[float]:
@@ -66,12 +66,12 @@ class DistributedHashTable:
 
     @property
     def on_bad_gradient(self) -> str:
-        """What a NaN or infinite gradient does."""
+        """The treatment of a NaN or infinite gradient."""
         return getattr(self._tables[0], "on_bad_gradient", "raise")
 
     @property
     def device(self) -> torch.device:
-        """Where the parts' rows are: the CPU unless they were built on a GPU."""
+        """The device of the parts' rows: the CPU unless they were built on a GPU."""
         return self._home
 
     @property
@@ -81,7 +81,7 @@ class DistributedHashTable:
 
     @property
     def hash_filter(self) -> Any:
-        """The admission filter of the first part; modules then leave it to updates to make rows."""
+        """The admission filter of the first part; with one, rows are created by updates, not by modules' lookups."""
         return getattr(self._tables[0], "hash_filter", None)
 
     @property
@@ -92,7 +92,7 @@ class DistributedHashTable:
         self, ids: Tensor, use_multi_threads: bool = False, enable_dedup: bool = False, *,
         insert_missing: bool = False, req_time: Any = None,
     ) -> Tensor:  # fmt: skip
-        """``[n, dim]``; unknown ids give zeros, or get a row with ``insert_missing``. The flags only steer speed."""
+        """``[n, dim]``; unknown ids give zeros, or get a row with ``insert_missing``. The flags affect only speed."""
         place = place_of(ids)
         ids = self._ids(ids)
         rows = self._group.insert(ids, self._time(req_time)) if insert_missing else self._group.lookup(ids)
@@ -100,7 +100,7 @@ class DistributedHashTable:
 
     @property
     def clocked(self) -> bool:
-        """Whether a write without ``req_time`` takes the current time; False: 0."""
+        """Whether a write without ``req_time`` takes the current time; if False, it takes 0."""
         return getattr(self._tables[0], "clocked", False)
 
     def _time(self, req_time: Any) -> int:
@@ -113,11 +113,11 @@ class DistributedHashTable:
         return host_rows(values, n, self._dim, self.name, what, self._home).view(-1, self._dim)
 
     def assign(self, ids: Tensor, values: Tensor, req_time: Any = None) -> DistributedHashTable:
-        """The last of equal ids wins."""
+        """Set rows; the last of equal ids wins."""
         return self._write("assign", ids, values, req_time)
 
     def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None) -> DistributedHashTable:
-        """Every occurrence is added."""
+        """Add to rows; every occurrence counts."""
         return self._write("assign_add", ids, values, req_time)
 
     def _write(self, verb: str, ids: Tensor, values: Tensor, req_time: Any) -> DistributedHashTable:
@@ -134,7 +134,7 @@ class DistributedHashTable:
         self, ids: Tensor, grads: Tensor, global_step: Any = 0, req_time: Any = None, *,
         use_multi_threads: bool = False, enable_dedup: bool = True,
     ) -> DistributedHashTable:  # fmt: skip
-        """One optimizer step per distinct id with the sum of its gradients, whatever ``enable_dedup`` says."""
+        """Make one optimizer step per distinct id with the sum of its gradients; ``enable_dedup`` has no effect."""
         check_writable("apply_gradients")
         ids = self._ids(ids)
         grads = self._rows(grads, ids.numel(), "grads")
@@ -149,7 +149,7 @@ class DistributedHashTable:
         return self._scatter_back(ids, torch.bool, lambda part, part_ids: part.contains(part_ids))
 
     def reinitialize(self, ids: Tensor) -> tuple[DistributedHashTable, Tensor]:
-        """Fresh rows; int32 ``[n]`` in input order: 1 existed, 0 inserted."""
+        """Give ids fresh rows; int32 ``[n]`` in input order: 1 if the id existed, 0 if it was inserted."""
         check_writable("reinitialize")
         return self, self._scatter_back(ids, torch.int32, lambda part, part_ids: part.reinitialize(part_ids)[1])
 
@@ -161,27 +161,27 @@ class DistributedHashTable:
         return out
 
     def erase(self, ids: Tensor) -> int:
-        """Removes ids; returns how many there were."""
+        """Remove ids; returns the number of rows removed."""
         check_writable("erase")
         id_parts, _ = split_rows(self._ids(ids), None, len(self._tables))
         return sum(part.erase(i.to(self._home)) for part, i in zip(self._tables, id_parts, strict=True))
 
     def clear(self) -> DistributedHashTable:
-        """Removes all rows of all parts."""
+        """Remove all rows of all parts."""
         check_writable("clear")
         for part in self._tables:
             part.clear()
         return self
 
     def size(self) -> int:
-        """Rows of all parts."""
+        """The number of rows in all parts."""
         return sum(part.size() for part in self._tables)
 
     def __len__(self) -> int:
         return self.size()
 
     def as_op(self, name: str | None = None) -> DistributedHashTable:
-        """Waits until everything asked of this table has been applied."""
+        """Wait until all writes to this table have been applied."""
         for part in self._tables:
             part.as_op()
         return self

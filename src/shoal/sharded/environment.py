@@ -1,4 +1,4 @@
-"""The environment variables of synchronous training, under the names that people's launch scripts set."""
+"""The environment variables of synchronous training, under the names that existing launch scripts set."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shoal.switches import switch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncEnvironment:
-    """What the variables come to: one data type for gradients on their way, and how dense gradients are reduced."""
+    """The settings in these variables: the dtype of exchanged gradients, and how dense gradients are reduced."""
 
     backward_dtype: torch.dtype = torch.float32
     """float16 if ``MONOLITH_WITH_OPTIMIZED_HOROVOD`` is not empty or ``MONOLITH_WITH_BYTEPS_BWD_CAST`` is 16."""
     fake_cast: bool = False
-    """``MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST`` with cast 16: received gradients count as zero, for debugging."""
+    """``MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST`` with cast 16: received gradients are replaced by zeros, for debugging."""
     allreduce_fusion: str = ""
     allreduce_fp16: bool = False
     skip_allreduce: bool = False
@@ -33,7 +33,7 @@ class SyncEnvironment:
             "MONOLITH_WITH_BYTEPS_FWD_GDR", "MONOLITH_WITH_BYTEPS_FWD_GDR_G2G", "MONOLITH_WITH_BYTEPS_BWD_GDR",
             "MONOLITH_WITH_BYTEPS_BWD_GDR_G2G", "MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD",
         ):  # fmt: skip
-            switch(name, 0, env)  # they select nothing here, but a typo in them is still told
+            switch(name, 0, env)  # no effect here, but a malformed value is still reported
         cast = switch("MONOLITH_WITH_BYTEPS_BWD_CAST", 32, env)
         fake = switch("MONOLITH_WITH_BYTEPS_BWD_FAKE_CAST", 0, env)
         half = bool(env.get("MONOLITH_WITH_OPTIMIZED_HOROVOD")) or cast == 16
@@ -47,7 +47,7 @@ class SyncEnvironment:
 
 
 def __getattr__(name: str) -> Any:
-    """``environment``: what the variables say, read once, when it is first asked for."""
+    """``environment``: the settings of this process, read on first use."""
     if name != "environment":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals().setdefault(name, SyncEnvironment.read())

@@ -1,4 +1,4 @@
-"""What distributed tables do while a model is exported: sub-graphs ``ps_<i>`` with signatures, and remote lookups."""
+"""The export of distributed tables: sub-graphs ``ps_<i>`` with signatures, and remote lookups."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ _remote_predict: RemotePredict | None = None
 
 
 def set_remote_predict(call: RemotePredict | None) -> None:
-    """How exported models reach the parts on parameter servers: `shoal.serving.remote_predict`, or None.
+    """Set the function by which exported models read parts on servers: `shoal.serving.remote_predict`, or None.
 
-    Without one, a lookup during a distributed export is answered by the parts that were built for it, which are empty:
-    it gives zeros of the right shape, as an export needs.
+    Without one, a lookup during a distributed export returns zeros of the right shape.
     """
     global _remote_predict
     _remote_predict = call
 
 
 def export_parts(parts: Sequence[Any], dims: Mapping[str, int], *, native: bool) -> None:
-    """Puts part ``i`` into sub-graph ``ps_<i>`` of the export under way, with its signatures."""
+    """Add each part ``i`` to the current export as sub-graph ``ps_<i>``, with its signatures."""
     ctx = get_current_export_ctx()
     if ctx is None:
         return
-    for i, part in enumerate(parts):
+    ids = {slot: {"dtype": "int64", "shape": [None]} for slot in dims}
+    rows = {slot: {"dtype": "float32", "shape": [None, dim]} for slot, dim in dims.items()}
+    for i in range(len(parts)):
         graph = ctx.sub_graph(f"ps_{i}")
-        ids = {slot: {"dtype": "int64", "shape": [None]} for slot in dims}
-        rows = {slot: {"dtype": "float32", "shape": [None, dim]} for slot, dim in dims.items()}
         ctx.add_signature(graph, "lookup", ids, rows)
         if native:
             ctx.add_signature(
@@ -43,11 +42,10 @@ def export_parts(parts: Sequence[Any], dims: Mapping[str, int], *, native: bool)
                 {"id": {"dtype": "int64", "shape": [None]}, "id_split": {"dtype": "int64", "shape": [None]}},
                 {"flat_emb": {"dtype": "float32", "shape": [None]}},
             )  # fmt: skip
-        del part
 
 
 def remote_lookup(table: Any, route: Route, names: Sequence[str], *, model_native: bool) -> list[Tensor]:
-    """Each part's flat rows of a route from the serving processes of the parts, or zeros where nobody serves yet."""
+    """Each part's flat rows of a route, from the parts' serving processes; zeros if no remote call is set."""
     result = []
     for i, (ids, counts) in enumerate(zip(route.ids, route.counts, strict=True)):
         sizes = [n * dim for n, dim in zip(counts, route.dims, strict=True)]
@@ -62,7 +60,7 @@ def remote_lookup(table: Any, route: Route, names: Sequence[str], *, model_nativ
 
 
 def predict_raw(ps: int, ids: Tensor, splits: Tensor, floats: int, deadline_millis: int) -> Tensor:
-    """The flat rows of a native part: ids of all its tables, table after table, and where each begins."""
+    """The flat rows of a native part. ``ids`` are those of all its tables; ``splits`` has where each table's begin."""
     if _remote_predict is None:
         return torch.zeros(floats, device="cpu")
     [found] = _remote_predict(
@@ -75,7 +73,7 @@ def predict_raw(ps: int, ids: Tensor, splits: Tensor, floats: int, deadline_mill
 def predict_slots(
     ps: int, ids: Mapping[str, Tensor], dims: Mapping[str, int], deadline_millis: int
 ) -> dict[str, Tensor]:
-    """The flat rows of each table of a part, tables in sorted order on the way."""
+    """The flat rows of each table of a part. The request lists tables in sorted order."""
     if _remote_predict is None:
         return {slot: torch.zeros(ids[slot].numel() * dims[slot], device="cpu") for slot in ids}
     slots = sorted(ids)
@@ -94,6 +92,6 @@ def _where(ps: int, deadline_millis: int) -> dict[str, Any]:
 
 
 def check_writable(verb: str) -> None:
-    """Raises while a model is exported."""
+    """Raise while a model is exported."""
     if is_exporting():
-        raise RuntimeError(f"{verb} is not possible while exporting: exported tables are for serving alone")
+        raise RuntimeError(f"{verb} is not possible while exporting: exported tables are read-only")

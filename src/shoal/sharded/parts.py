@@ -1,4 +1,4 @@
-"""The parts of tables, called together: one after another in this process, all at once on parameter servers."""
+"""Calls all parts of some tables: one after another in this process, concurrently on parameter servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Each = Literal["sum", "occurrence"]
 
 
 class Lists(NamedTuple):
-    """What one part is asked: ``counts[i]`` of ``ids`` belong to the table ``names[i]``, in that order."""
+    """The request to one part: ``counts[i]`` of ``ids`` belong to the table ``names[i]``, in that order."""
 
     names: Sequence[Any]
     counts: Sequence[int]
@@ -26,14 +26,14 @@ class Lists(NamedTuple):
 
 
 class Parts(Protocol):
-    """All parts of some tables. Calls have a `Lists` per part; rows and gradients are flat float32 tensors.
+    """All parts of some tables. Calls take one `Lists` per part; rows and gradients are flat float32 tensors.
 
-    Ids and gradients are taken from the CPU; rows come out where a part has them.
+    Ids and gradients are on the CPU; rows are returned on the part's device.
     """
 
     remote: bool
     saved_by: str
-    """What keeps the rows, which are not in the ``state_dict`` of a module."""
+    """How the rows are saved; they are not in a module's ``state_dict``."""
 
     def lookup(self, lists: Sequence[Lists], *, missing: Missing = "zeros", float16: bool = False) -> list[Tensor]: ...
     def insert(self, lists: Sequence[Lists], seconds: int) -> list[Tensor]: ...
@@ -45,7 +45,7 @@ class Parts(Protocol):
 
 
 def parts_of(parts: Sequence[Any], dims: Mapping[str, int], *, raw: bool = False) -> Parts:
-    """Of tables that hold others by name. ``raw``: local ones are called for all their tables at once."""
+    """The `Parts` of tables that hold others by name. ``raw``: a local part takes one call for all its tables."""
     if _client([[part] for part in parts]) is None:
         return LocalParts([NamedTables(part, dims, raw) for part in parts])
     from shoal.sharded.ps.client.parts import RemoteParts
@@ -54,7 +54,7 @@ def parts_of(parts: Sequence[Any], dims: Mapping[str, int], *, raw: bool = False
 
 
 def parts_of_tables(columns: Sequence[Sequence[Any]]) -> tuple[Parts, list[list[Any]]]:
-    """Of single tables, of which ``columns[s]`` are those of part ``s``; and what a `Lists` calls them."""
+    """The `Parts` of single tables, ``columns[s]`` being those of part ``s``; and the tables' names in a `Lists`."""
     client = _client(columns)
     if client is None:
         return LocalParts([Tables(column) for column in columns]), [list(range(len(column))) for column in columns]
@@ -69,7 +69,7 @@ def parts_of_tables(columns: Sequence[Sequence[Any]]) -> tuple[Parts, list[list[
 
 
 def _client(columns: Sequence[Sequence[Any]]) -> Any:
-    """The client that all tables are reached by, each column on a server of its own; None where there is none."""
+    """The client shared by all tables, if every column is on a different server; otherwise None."""
     client = getattr(columns[0][0], "client", None)
     for column in columns:
         if any(
@@ -83,7 +83,7 @@ def _client(columns: Sequence[Sequence[Any]]) -> Any:
 
 
 class LocalParts:
-    """Parts in this process. Native work inside each is spread over threads already."""
+    """Parts in this process, called one after another: each already uses several threads."""
 
     remote = False
     saved_by = "the save of each of table.tables"
@@ -116,7 +116,7 @@ class LocalParts:
 
 
 class Tables:
-    """Single tables, through their groups. A `Lists` names them by their positions."""
+    """Single tables, called through their groups. A `Lists` refers to them by position."""
 
     def __init__(self, tables: Sequence[Any]) -> None:
         self._tables = tables
@@ -159,7 +159,7 @@ class Tables:
             getattr(table, verb)(ids.to(home(table)), rows.to(home(table)), req_time=seconds)
 
     def _work(self, asked: Lists) -> Any:
-        """Per group: itself, the places of its tables in ``asked``, and the arguments of its ``find``."""
+        """Yield each group, the places of its tables in ``asked``, and the arguments of its ``find``."""
         for group, own in self._groups:
             places = [place for place, name in enumerate(asked.names) if name in own]
             if places:
@@ -169,7 +169,7 @@ class Tables:
 
 
 def _blocks(flat: Tensor, counts: Sequence[int], places: Sequence[int]) -> Tensor:
-    """The blocks at ``places`` of a tensor that is made of blocks of so many rows."""
+    """The blocks at ``places`` of a tensor that consists of blocks of ``counts`` rows."""
     if len(places) == len(counts):
         return flat
     blocks = torch.split(flat, list(counts))
@@ -190,7 +190,7 @@ class NamedTables:
         return torch.cat([rows[name].reshape(-1) for name in asked.names]) if rows else torch.empty(0, device=CPU)
 
     def insert(self, asked: Lists, seconds: int) -> Tensor:
-        raise NotImplementedError("insert_missing must be False for tables by name")
+        raise NotImplementedError("insert_missing must be False for tables that hold others by name")
 
     def apply(self, asked: Lists, flat: Tensor, step: Step, each: Each) -> None:
         if self._raw:

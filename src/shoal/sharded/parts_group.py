@@ -1,4 +1,4 @@
-"""`PartsGroup`: tables whose rows are dealt out to parts by ``id mod parts``, as one group of the table protocol."""
+"""`PartsGroup`: tables whose rows are split over parts by ``id mod parts``, as one group of the table protocol."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from shoal.table.arguments import as_int, as_time
 from shoal.table.pooling import row_gradients
 from shoal.table.protocol import CPU, EVERY, Features, Found, Missing, Part, Step, Traits
 
-ONE = Features()  # of one table, whose rows alone are read
+ONE = Features()  # a single table, read without pooling
 
 
 class PartsGroup:
     """Tables of one ``dim`` in the same parts; ``columns[s]`` are the tables of part ``s``.
 
-    `find` de-duplicates the ids of each table and deals them out; a read is one request per part for all tables, and an
-    update one write per part with the sum of the gradients of each distinct id.
+    `find` de-duplicates the ids of each table and routes them; a read is one request per part for all tables, and an
+    update is one write per part with the summed gradient of each distinct id.
     """
 
     def __init__(self, tables: Sequence[Any], columns: Sequence[Sequence[Any]]) -> None:
         self.tables = tuple(tables)
         self.dim = int(tables[0].dim_size)
-        self.parts, self.names = parts_of_tables(columns)  # what a `Lists` calls each table of each part
+        self.parts, self.names = parts_of_tables(columns)  # each table's name in a `Lists`, by part
         self._shards = len(columns)
         self._clocked = bool(tables[0].clocked)
         self.traits = Traits(device=home(tables[0]), remote=self.parts.remote, pools=EVERY)
@@ -77,12 +77,12 @@ class PartsGroup:
                 marks.copy_(marked)
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """`find` and `rows` of ids of the first table, on the CPU, where unknown ones give zeros."""
+        """`find` and `rows` for the first table, on the CPU; unknown ids give zeros."""
         route = self._deal(ids, [ids.numel()], (0,), None)
         return self._gather(route, self._read(route, "zeros"), ONE)
 
     def insert(self, ids: Tensor, seconds: int) -> Tensor:
-        """The same, where unknown ids get rows, which is a write."""
+        """Like `lookup`, but unknown ids get rows, which is a write."""
         route = self._deal(ids, [ids.numel()], (0,), None)
         return self._gather(route, [r.to(CPU) for r in self.parts.insert(self._lists(route), seconds)], ONE)
 
@@ -91,8 +91,8 @@ class PartsGroup:
         for number, (part, ids) in enumerate(zip(rows, route.ids, strict=True)):
             if part.numel() != ids.numel() * self.dim:
                 raise ConfigError(
-                    f"part {number} of table {self.tables[0].name!r} gave {part.numel()} floats for {ids.numel()} rows "
-                    f"of {self.dim}"
+                    f"part {number} of table {self.tables[0].name!r} must return {ids.numel()} rows of {self.dim} "
+                    f"floats, got {part.numel()} floats in total"
                 )
         return rows
 
@@ -122,7 +122,7 @@ class PartsGroup:
         used = sorted({table for part in parts for table in part.features.tables})
         lists = [
             Lists([one.names[t] for t in used], [one.counts[t] for t in used], one.ids) for one in lists
-        ]  # tables that no part is of are not written to
+        ]  # leaves out tables without a gradient
         scales = None if step.lr_scale is None else [float(step.lr_scale[table]) for table in used]
         self._check_finite(flats, used)
         self.parts.apply(lists, flats, number, seconds, scales=scales, each=each)
@@ -131,10 +131,10 @@ class PartsGroup:
         return as_time(step.time_s, self.tables[0].name, "time_s", clocked=self._clocked)
 
     def _summed(self, parts: Sequence[Part]) -> tuple[list[Lists], list[Tensor]]:
-        """What each part of the tables gets: distinct ids, and the sum of the gradients of each."""
+        """The update of each shard: distinct ids, and the summed gradient of each."""
         routes = [self._route(part.found) for part in parts]
         route, offsets = routes[0], [each.offsets for each in routes]
-        if len(routes) > 1:  # what is distinct in each is dealt out again, as if each of its blocks were a feature
+        if len(routes) > 1:  # route the distinct ids of all parts again, each block as a feature
             tables = tuple(range(len(self.tables))) * (self._shards * len(routes))
             counts = [n for each in routes for sizes in each.counts for n in sizes]
             route = self._deal(torch.cat([ids for each in routes for ids in each.ids]), counts, tables, None)
@@ -150,7 +150,7 @@ class PartsGroup:
         return self._lists(route), [flat[a:b] for a, b in itertools.pairwise(route.edges)]
 
     def _in_order(self, parts: Sequence[Part]) -> tuple[list[Lists], list[Tensor]]:
-        """The same with every occurrence, table after table in the order of all parts."""
+        """The update of each shard with every occurrence, table after table in the order of ``parts``."""
         ids: list[list[Tensor]] = [[] for _ in self.tables]
         rows: list[list[Tensor]] = [[] for _ in self.tables]
         for part in parts:
@@ -172,7 +172,7 @@ class PartsGroup:
         return lists, flats
 
     def _check_finite(self, flats: Sequence[Tensor], used: Sequence[int]) -> None:
-        """Refuses a bad gradient before one part has taken its share and another refuses the rest."""
+        """Raise for a bad gradient before any part has applied its share."""
         raising = [self.tables[t].name for t in used if getattr(self.tables[t], "on_bad_gradient", "") == "raise"]
         if (self.parts.remote and len(flats) < 2) or not raising:
             return
@@ -185,7 +185,7 @@ class PartsGroup:
     # --- routes -------------------------------------------------------------------------------------------------------
 
     def _deal(self, ids: Tensor, counts: Sequence[int], tables: Sequence[int], known: Tensor | None) -> RowRoute:
-        """Routes the ids of features: each feature's table, and which ids count at all."""
+        """Route the ids of features. ``tables`` has each feature's table; ids where ``known`` is False are left out."""
         k, n = len(self.tables), ids.numel()
         order: Tensor | None = None
         if known is not None or any(a > b for a, b in itertools.pairwise(tables)):
@@ -216,7 +216,7 @@ class PartsGroup:
 
 
 def _on_host(part: Part, where: Tensor) -> Part:
-    """The part in host memory, with the places of its rows."""
+    """The part in host memory, with ``where`` as the places of its rows."""
     found = Found(part.found.ids.to(CPU), part.found.counts, where, part.found.came)
     given = [None if one is None else one.detach().to(CPU) for one in (part.grad, *part[3:])]
     return Part(found, part.features, *given)  # pyrefly: ignore[bad-argument-type]

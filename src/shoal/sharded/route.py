@@ -1,4 +1,4 @@
-"""Where ids go and how their rows come back: de-duplicated, dealt out to shards, and put at every place again."""
+"""Routes ids to shards, de-duplicated, and puts the rows that come back at every occurrence of their id."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from shoal.ops.split import split_by_indices
 class Route:
     """One batch of K id lists over S shards.
 
-    ``ids[s]`` holds the distinct ids of shard ``s``, list after list in first-seen order; ``counts[s][k]`` of them are
-    of list ``k``. Their rows, shard after shard, make one flat buffer, of which shard ``s`` fills ``floats[s]``.
+    ``ids[s]`` holds the distinct ids of shard ``s``, list after list in first-seen order; ``counts[s][k]`` of them
+    belong to list ``k``. Their rows, shard after shard, form one flat buffer; shard ``s`` fills ``floats[s]`` of it.
     """
 
     def __init__(self, id_lists: Sequence[Tensor], num_shards: int, dims: Sequence[int]) -> None:
@@ -46,7 +46,7 @@ class Route:
         for s, part in enumerate(parts):
             if part.numel() != self._edges[s + 1] - self._edges[s]:
                 raise ConfigError(
-                    f"shard {s} gave {part.numel()} floats, asked for were {self._edges[s + 1] - self._edges[s]}"
+                    f"shard {s} must return {self._edges[s + 1] - self._edges[s]} floats, got {part.numel()}"
                 )
         addresses = [part.data_ptr() for part in parts]
         result = []
@@ -59,7 +59,7 @@ class Route:
         return result
 
     def scatter(self, grads: Sequence[Tensor]) -> Tensor:
-        """The flat buffer of gradients, shard after shard: those of equal ids are summed."""
+        """The flat buffer of gradients, shard after shard; gradients of equal ids are summed."""
         return scatter_rows(self.size, grads, self._offsets, self.dims)
 
 
@@ -67,9 +67,9 @@ class RowRoute:
     """One batch of ids of K tables of one dim over S shards, as one int64 tensor that autograd can keep (``packed``).
 
     ``ids[s]`` holds the distinct ids of shard ``s``, table after table in first-seen order; ``counts[s][k]`` of them
-    are of table ``k``. Their rows, shard after shard, make one flat buffer, of which shard ``s`` has the floats
-    ``edges[s]`` to ``edges[s + 1]``. ``offsets``, int32, says for every id of the batch where its row begins; -1: it
-    has none.
+    belong to table ``k``. Their rows, shard after shard, form one flat buffer; shard ``s`` fills the floats
+    ``edges[s]`` to ``edges[s + 1]``. ``offsets``, int32, has the place of each id's row in the buffer, -1 for an id
+    without a row.
     """
 
     def __init__(self, packed: Tensor, n: int, num_shards: int, num_tables: int, dim: int) -> None:
@@ -88,7 +88,7 @@ class RowRoute:
     def of(
         cls, id_lists: Sequence[Tensor], num_shards: int, dim: int, n: int, positions: Tensor | None = None
     ) -> RowRoute:
-        """Routes the ids of each table. They are those of a batch of ``n`` one after another, or at ``positions``."""
+        """Route the ids of each table: a batch of ``n`` ids in order, or those at ``positions`` of it."""
         lengths, k = [ids.numel() for ids in id_lists], len(id_lists)
         work = _core.FusedReorder([ids.data_ptr() for ids in id_lists], lengths, num_shards, 0, [dim] * k)
         head = _head(num_shards, k)
@@ -103,12 +103,12 @@ class RowRoute:
 
 
 def _words(numbers: int) -> int:
-    """int64s that hold so many int32s."""
+    """The number of int64s that hold ``numbers`` int32s."""
     return (numbers + 1) // 2
 
 
 def _head(num_shards: int, num_tables: int) -> int:
-    """int64s before the ids: the number of ids of every shard and table, then of every shard."""
+    """The number of int64s before the ids: a count per shard and table, then one per shard, all int32."""
     return _words(num_shards * num_tables + num_shards)
 
 
@@ -145,7 +145,7 @@ def scatter_rows(
 
 
 def split_rows(ids: Tensor, values: Tensor | None, num_shards: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Ids and their rows by shard, nothing dropped, input order kept."""
+    """Ids and their rows by shard, in input order, duplicates included."""
     if num_shards == 1:
         return [ids], [values] if values is not None else []
     shards = shard_of(ids, num_shards)
@@ -154,7 +154,7 @@ def split_rows(ids: Tensor, values: Tensor | None, num_shards: int) -> tuple[lis
 
 
 def positions_of_shards(ids: Tensor, num_shards: int) -> list[Tensor]:
-    """For each shard the positions of its ids."""
+    """The positions of each shard's ids."""
     shards = shard_of(ids, num_shards)
     return [(shards == s).nonzero().view(-1) for s in range(num_shards)]
 
@@ -162,13 +162,13 @@ def positions_of_shards(ids: Tensor, num_shards: int) -> list[Tensor]:
 def check_slots(slots: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     for slot in slots:
         if slot not in known:
-            raise KeyError(f"there is no slot {slot!r}; there are {', '.join(sorted(known)) or 'none'}")
+            raise KeyError(f"there is no slot {slot!r}; slots are {', '.join(sorted(known)) or 'none'}")
 
 
 def one_dim(parts: Sequence[Any], what: str) -> int:
     dims = {part.dim_size for part in parts}
     if len(dims) != 1:
         raise ConfigError(
-            f"{what}: its parts have different dimensions, {sorted(dims)}; build them all from one config"
+            f"{what}: all parts must have the same dimension, got {sorted(dims)}; build them from one config"
         )
     return dims.pop()

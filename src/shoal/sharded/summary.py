@@ -1,4 +1,4 @@
-"""Where the numbers of a training step go: a writer in the form of TensorBoard's, for the whole process."""
+"""The process-wide writer of training summaries, with the methods of TensorBoard's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Writer(Protocol):
-    """``torch.utils.tensorboard.SummaryWriter`` is one."""
+    """The methods that are called; ``torch.utils.tensorboard.SummaryWriter`` has them."""
 
     def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> Any: ...
 
@@ -19,13 +19,13 @@ _writer: Writer | None = None
 
 
 def set_summary_writer(writer: Writer | None) -> None:
-    """Where the spread over ranks, the gradient norm and gradient summaries go; nowhere at first."""
+    """Set the writer for the spread over ranks, the gradient norm and gradient summaries; None, the default: none."""
     global _writer
     _writer = writer
 
 
 def writing() -> bool:
-    """Whether there is a writer; without one nothing needs to be computed for it."""
+    """Whether a writer is set."""
     return _writer is not None
 
 

@@ -1,1 +1,1 @@
-"""Horovod's and BytePS's calls and environment, for programs that were written with them."""
+"""The calls and environment of Horovod and BytePS, for programs written against them."""

@@ -1,4 +1,4 @@
-"""Latency and goodput of point-to-point, all-reduce and all-to-all for whatever launch this is."""
+"""Latency and goodput of point-to-point, all-reduce and all-to-all between the ranks of this launch."""
 
 import statistics
 import time
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Point:
-    """One operation at one size: the median time of a call, and the bytes per second that a rank gets moved."""
+    """One operation at one size: the median time per call, and the bytes per second that a rank moves."""
 
     operation: str
     nbytes: int
@@ -31,7 +31,7 @@ class Point:
 
 
 def sizes(smallest: int = KIB, largest: int = 256 * MIB) -> list[int]:
-    """Powers of four from ``smallest`` to ``largest``, and ``largest``."""
+    """``smallest`` times powers of four, up to and including ``largest``."""
     if not 0 < smallest <= largest:
         raise ConfigError(f"bench: smallest must be > 0 and <= largest, got {smallest} and {largest} bytes")
     result = [smallest]
@@ -43,9 +43,9 @@ def sizes(smallest: int = KIB, largest: int = 256 * MIB) -> list[int]:
 def measure(
     operations: Sequence[str] = OPERATIONS, over: Iterable[int] | None = None, seconds: float = 0.5
 ) -> list[Point]:
-    """Starts communication if nobody has, and times each operation for about ``seconds`` at each size.
+    """Time each operation for about ``seconds`` at each size, after starting communication if needed.
 
-    Every rank calls it; every rank gets the points. Rank 0 decides how many calls are made.
+    Every rank must call it, and every rank gets the points. Rank 0 decides how many calls are made.
     """
     unknown = sorted(set(operations) - set(OPERATIONS))
     if unknown:
@@ -80,7 +80,7 @@ def _time(operation: str, nbytes: int, call: Callable[[], Any], seconds: float) 
 
 
 def _send_recv(transport: ProcessGroupTransport, nbytes: int) -> Callable[[], Any]:
-    """A message round the ring of ranks (to itself when alone); the time is that of one hop both ways at once."""
+    """Pass a message around the ring of ranks (to itself when alone); times one simultaneous send and receive."""
     data = bytes(nbytes)
     after, before = (transport.rank + 1) % transport.world_size, (transport.rank - 1) % transport.world_size
 
@@ -111,7 +111,7 @@ _CALLS: dict[str, Callable[[ProcessGroupTransport, int], Callable[[], Any]]] = {
 
 
 def report(points: Sequence[Point]) -> dict[str, Any]:
-    """The points with what they were measured on, for JSON."""
+    """The points and the hardware they were measured on, for JSON."""
     import os
     import platform
 
@@ -126,7 +126,7 @@ def report(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def plot(points: Sequence[Point], file: str | Path, title: str) -> None:
-    """Latency and goodput over size, one line per operation."""
+    """Plot latency and goodput over size, one line per operation."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Benchmarks of the communication profiles, steered by environment variables and callable by name."""
+"""Benchmarks of the communication profiles, selected by environment variables or called by name."""
 
 import logging
 import math
@@ -19,7 +19,7 @@ KINDS = ("c2g", "g2g", "c2c", "g2c", "ar")
 
 
 class A2aPlan(NamedTuple):
-    """What one all-to-all benchmark exchanges, and by which call."""
+    """The sizes of one all-to-all benchmark, and the call that it measures."""
 
     total_len: int
     per_peer: int
@@ -41,7 +41,7 @@ def byteps_a2a_plan(total_len: int, size: int, dst_gpu: bool = True, src_gpu: bo
 def _samples(
     operation: Callable[[], Any], total_len: int, total_niter: int, name: str, on_gpu: bool, note: str = ""
 ) -> list[float]:
-    """Goodput in Gb/s of every 20 iterations but the first 20."""
+    """Goodput in Gb/s per 20 iterations, without the first 20."""
     rank, size = hvd_lib.rank(), hvd_lib.size()
     print(f"rank {rank}/{size}: {name} starts", flush=True)
     goodputs = []
@@ -72,7 +72,7 @@ def _no_cuda(name: str) -> bool:
 def byteps_benchmark_ar(
     total_len: int, total_niter: int = 10000, use_cpu: bool = False, op: str = "pushpull"
 ) -> list[float]:
-    """Goodput samples (Gb/s) of the all-reduce of ``total_len`` floats; ``op`` only appears in the name."""
+    """Goodput samples (Gb/s) of an all-reduce of ``total_len`` floats; ``op`` is used only in the name."""
     name = f"data_len_{total_len}_{op}_{'cpu' if use_cpu else 'gpu'}"
     if not use_cpu and _no_cuda(name):
         return []
@@ -91,7 +91,7 @@ def byteps_benchmark_ar(
 def byteps_benchmark_a2a(
     total_len: int, total_niter: int = 10000, dst_gpu: bool = True, src_gpu: bool = True
 ) -> list[float]:
-    """Goodput samples (Gb/s) of the exchange of ``total_len`` floats between all ranks."""
+    """Goodput samples (Gb/s) of an exchange of ``total_len`` floats between all ranks."""
     size = hvd_lib.size()
     plan = byteps_a2a_plan(total_len, size, dst_gpu, src_gpu)
     if (dst_gpu or src_gpu) and _no_cuda(plan.name):
@@ -110,7 +110,7 @@ def byteps_benchmark_a2a(
 
 
 def bps_comm_benchmark() -> None:
-    """Runs the kinds that ``MONOLITH_BENCHMARK_BPS`` names and prints a summary of each."""
+    """Run the benchmarks named in ``MONOLITH_BENCHMARK_BPS`` and print a summary of each."""
     from shoal.comm.horovod import distribution_utils as replaceable
 
     kind = os.environ.get("MONOLITH_BENCHMARK_BPS", "none")

@@ -1,4 +1,4 @@
-"""The environment of the byteps profile: what ``bps_init`` derives and writes before communication starts."""
+"""The environment variables of the byteps profile, which ``bps_init`` sets before communication starts."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ class _Place(NamedTuple):
 
 
 def _place() -> _Place:
-    """Who this process is; every complaint comes before any variable is written."""
+    """This process's rank and size; raises before any variable is written."""
     values = {}
     for quantity in ("rank", "size"):
         value = launcher_int(quantity)
@@ -40,7 +40,7 @@ def _place() -> _Place:
 
 
 def prepare(uuid: str, find_address: Callable[[str], str]) -> None:
-    """Writes the BytePS environment of this process: roles, interfaces, RDMA and sockets."""
+    """Set this process's BytePS variables: roles, interfaces, RDMA and sockets."""
     place = _place()
     env = os.environ
     env.setdefault("BYTEPS_ALLTOALL_SESSION_SIZE", "3")
@@ -48,8 +48,8 @@ def prepare(uuid: str, find_address: Callable[[str], str]) -> None:
     local_rank, node = place.rank % place.local_size, place.rank // place.local_size
     if place.launcher_local_rank is not None and place.launcher_local_rank != local_rank:
         logger.warning(
-            "rank %d should have local rank %d under block placement, the launcher says %d; using the launcher's value "
-            "(place ranks with --map-by ppr:%d:node)",
+            "rank %d should have local rank %d under block placement, but the launcher says %d; using the launcher's "
+            "value (place ranks with --map-by ppr:%d:node)",
             place.rank,
             local_rank,
             place.launcher_local_rank,
@@ -104,7 +104,7 @@ def prepare(uuid: str, find_address: Callable[[str], str]) -> None:
 
 
 def _bind_nic(local_rank: int, gdr: bool) -> str:
-    """Two GPUs share a network card: ``eth<nic>`` and ``mlx5_<nic>``."""
+    """Select the network card of this rank's GPU; two GPUs share one. Returns its interface, ``eth<n>``."""
     env, nic = os.environ, local_rank // 2
     env.setdefault("BYTEPS_USE_GDR_ALLREDUCE", "1")
     env["UCX_NET_DEVICES"] = ALL_NICS if env.get("BYTEPS_WITH_ALL_NICS") == "1" else f"mlx5_{nic}:1"
@@ -124,7 +124,7 @@ def interface_ipv4(name: str) -> str:
     import socket
     import struct
 
-    if not 0 < len(name.encode()) < 16:  # the kernel's limit; a longer name would be taken for its beginning
+    if not 0 < len(name.encode()) < 16:  # the kernel's limit; a longer name would be truncated
         return ""
     request = struct.pack("256s", name.encode())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

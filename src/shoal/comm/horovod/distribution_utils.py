@@ -1,7 +1,7 @@
-"""The launch environment of synchronous training: who this process is, what starts, which hooks and devices apply.
+"""The launch environment of synchronous training: ranks, start-up, hooks and devices.
 
-Every function reads the environment and ``FLAGS`` when it runs. Without a launcher everything is one process: rank 0,
-size 1, no hooks.
+Every function reads the environment and ``FLAGS`` when it is called. Without a launcher there is a single process:
+rank 0, size 1, no hooks.
 """
 
 import logging
@@ -63,12 +63,12 @@ _SYNC_TRAIN_INITED = False
 
 
 def sync_train_inited() -> bool:
-    """Whether communication was started here."""
+    """Whether this process has started communication."""
     return _SYNC_TRAIN_INITED
 
 
 def reset_for_testing() -> None:
-    """The process-wide guards and all flags back to their defaults; an existing process group stays."""
+    """Reset the process-wide guards and all flags to their defaults; an existing process group stays."""
     global _SYNC_TRAIN_INITED
     _SYNC_TRAIN_INITED = False
     device_utils._GPU_PLACEMENT_ALLOWED = False
@@ -95,7 +95,7 @@ def get_mpi_rank() -> int:
 
 
 def get_mpi_local_rank() -> int:
-    """Its rank among the processes of this node."""
+    """This process's rank among the processes of this node."""
     return _launcher("local_rank", "get_mpi_local_rank")
 
 
@@ -113,29 +113,29 @@ def get_mpi_local_size() -> int:
 
 
 def _interface_ipv4(name: str) -> str:
-    """The first IPv4 address of an interface; "" if it has none. Replace it where the OS cannot be asked."""
+    """The first IPv4 address of an interface; "" if it has none. Replace it where the OS cannot be queried."""
     return bps_env.interface_ipv4(name)
 
 
 def bps_init(uuid: str) -> None:
-    """Prepares the environment of the byteps profile, then starts communication.
+    """Set the variables of the byteps profile, then start communication.
 
     Raises:
-        RuntimeError: the launcher gave no rank or size. Nothing was written then.
+        RuntimeError: the launcher gave no rank or size; no variable was set.
     """
     bps_env.prepare(uuid, _interface_ipv4)
     hvd_lib.init("byteps", lazy=False)
 
 
 def init_sync_train_and_update_conf(dct_config: Any = None, *, conf: Any = None) -> None:
-    """Starts communication once and writes this rank's place into a configuration.
+    """Start communication once and write this rank and the number of ranks into a configuration.
 
-    A missing communication library is only a warning.
+    A missing communication library is logged as a warning.
 
     Args:
         dct_config: an object with ``uuid``, ``model_dir`` and the fields that are written: ``num_ps``, ``index``,
             ``num_workers``, ``reorder_fids_in_data_pipeline`` and ``enable_variable_partition``.
-        conf: another name of the same argument.
+        conf: another name for ``dct_config``.
     """
     global _SYNC_TRAIN_INITED
     if (dct_config is None) == (conf is None):
@@ -169,7 +169,7 @@ def init_sync_train_and_update_conf(dct_config: Any = None, *, conf: Any = None)
 
 
 def enable_sync_training() -> bool:
-    """Whether the flag asks for synchronous training and a launcher started us for it."""
+    """Whether ``--enable_sync_training`` is set and a launcher started this process."""
     try:
         return bool(FLAGS.enable_sync_training and is_mpi_mode())
     except Exception:
@@ -177,7 +177,7 @@ def enable_sync_training() -> bool:
 
 
 def try_init_cuda() -> None:
-    """In MPI mode, gives this rank its GPU and starts the profile that is switched on. Call it before any CUDA call."""
+    """In MPI mode, select this rank's GPU and start the enabled profile. Call it before any CUDA call."""
     global _SYNC_TRAIN_INITED
     if not is_mpi_mode():
         return
@@ -208,7 +208,7 @@ def try_init_cuda() -> None:
 
 
 def get_device_str(force_on_cpu: bool = False) -> str:
-    """Where ops go by default; "" leaves it to each op."""
+    """The default device of ops; "" leaves the choice to each op."""
     kind = "CPU" if force_on_cpu else device_utils.default_device_type()
     if not (is_mpi_mode() and FLAGS.enable_sync_training):
         return f"/device:{kind}:0"
@@ -218,12 +218,12 @@ def get_device_str(force_on_cpu: bool = False) -> str:
 
 
 def to_torch_device(s: str) -> torch.device:
-    """A device string as torch's: "" is the current default; job and task do not matter."""
+    """Convert a device string to a torch device: "" is the current default; job and task are ignored."""
     return device_utils.to_torch_device(s)
 
 
 def get_sync_run_hooks(is_full_sync: bool = False) -> list[Any]:
-    """The start-up broadcast and, for full synchronous training on byteps, the telemetry; a fresh list each time."""
+    """New hooks: the start-up broadcast and, for full synchronous training on byteps, the telemetry."""
     if not enable_sync_training():
         return []
     backend = "horovod"
@@ -239,13 +239,13 @@ def get_sync_run_hooks(is_full_sync: bool = False) -> list[Any]:
 
 
 def update_session_config_for_gpu(session_config: SessionConfig) -> None:
-    """GPU options for this rank; fields that the table does not name keep their value."""
+    """Set this rank's GPU options; other fields keep their values."""
     gpu = session_config.gpu_options
     gpu.allow_growth = True
     if not enable_sync_training():
         return
     if env_int("MONOLITH_WITH_BYTEPS", 0) and uses_gdr():
-        gpu.allow_growth = False  # the network has pinned its memory before
+        gpu.allow_growth = False  # the network has already pinned its memory
         gpu.per_process_gpu_memory_fraction = 0.4
     local_rank = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK")
     gpu.visible_device_list = os.environ.get("LOCAL_RANK", "0") if local_rank is None else local_rank

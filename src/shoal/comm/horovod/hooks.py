@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class SessionRunHook:
-    """Called by the training loop around every step; each method may do nothing."""
+    """Methods that the training loop calls around every step; by default each does nothing."""
 
     def begin(self) -> None: ...
 
@@ -30,7 +30,7 @@ class SessionRunHook:
 
 
 class RunContext:
-    """What hooks see of the loop: the ``model``, the ``global_step``, and ``request_stop()``."""
+    """The part of the training loop that hooks see: ``model``, ``global_step`` and ``request_stop()``."""
 
     def __init__(self, model: nn.Module | None = None, global_step: int = 0) -> None:
         self.model = model
@@ -38,12 +38,12 @@ class RunContext:
         self.stop_requested = False
 
     def request_stop(self) -> None:
-        """Training ends after this step."""
+        """Stop training after this step."""
         self.stop_requested = True
 
 
 class BroadcastGlobalVariablesHook(SessionRunHook):
-    """At the start, every parameter and buffer of ``ctx.model``, by sorted name, then the step, from ``root_rank``."""
+    """At the start, broadcast ``root_rank``'s parameters and buffers of ``ctx.model``, by sorted name, and its step."""
 
     def __init__(self, root_rank: int = 0, device: str = "", backend: str | None = None) -> None:
         hvd_lib.require()
@@ -75,7 +75,7 @@ def _named_tensors(ctx: Any) -> list[tuple[str, Tensor]]:
 
 
 class ByteCCLTelemetryHook(SessionRunHook):
-    """Logs, on rank 0 and more than ``interval`` steps apart, how long collectives took."""
+    """Log the duration of collectives on rank 0, more than ``interval`` steps apart."""
 
     MAX_PUSH_PULL = 3
 

@@ -1,7 +1,7 @@
-"""One façade over the communication profiles ``byteps`` and ``horovod``, both on one process group of torch.
+"""Horovod's calls for the communication profiles ``byteps`` and ``horovod``, both on a torch process group.
 
-Nothing is started before the first collective or ``init``. If the profile's own module is importable it says who this
-rank is; the arithmetic is torch's in either case.
+Nothing starts before the first collective or ``init``. If the profile's own module can be imported, rank and size come
+from it; torch computes the collectives in either case.
 """
 
 import atexit
@@ -40,14 +40,14 @@ _foreign: Any = None  # the profile's own module, once initialised
 _warned: set[str] = set()
 _job_uuid = ""
 _kept: list[Ranks] = []
-"""The ranks of the last call, which would be made anew for each one otherwise."""
-atexit.register(_kept.clear)  # groups of torch must end before the interpreter does
+"""The `Ranks` of the last call, reused by the next one."""
+atexit.register(_kept.clear)  # torch's groups must end before the interpreter does
 
 
 class _Module(types.ModuleType):
     @property
     def enable_bps(self) -> bool:
-        """Whether the byteps profile is switched on, read each time."""
+        """Whether the byteps profile is enabled; read from the environment on each access."""
         return env_int("MONOLITH_WITH_BYTEPS", 0) != 0
 
     @property
@@ -65,7 +65,7 @@ sys.modules[__name__].__class__ = _Module
 
 
 def init(backend: str | None = None, lazy: bool = False) -> None:
-    """Starts the profile ``backend`` (None: byteps if switched on, else horovod); ``lazy`` waits for the first use.
+    """Start the profile ``backend`` (None: byteps if enabled, else horovod); ``lazy`` defers it to the first use.
 
     Raises:
         ImportError: this torch was built without process groups.
@@ -98,12 +98,12 @@ def _profile_module(profile: str) -> Any:
         pass
     if profile not in _warned:
         _warned.add(profile)
-        logger.warning("%s is not installed; the %s profile runs on torch alone", PROFILES[profile], profile)
+        logger.warning("%s is not installed; the %s profile uses only torch", PROFILES[profile], profile)
     return None
 
 
 def start_group() -> None:
-    """The default process group, unless somebody made it already."""
+    """Start the default process group unless it exists."""
     require()
     if collectives.is_started():
         return
@@ -124,7 +124,7 @@ def start_group() -> None:
 
 
 def rendezvous(size_: int, local_size_: int) -> dict[str, Any]:
-    """How ``init_process_group`` lets this job's ranks meet."""
+    """The arguments of ``init_process_group`` for this job's rendezvous."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if address and port:
         return {"init_method": "env://"}
@@ -141,21 +141,19 @@ def rendezvous(size_: int, local_size_: int) -> dict[str, Any]:
 
 
 def _hide_missing_interfaces() -> None:
-    """gloo and NCCL refuse to start on an interface that this host does not have, as eth0 in many containers.
+    """Hide interfaces that this host does not have (such as eth0 in many containers): gloo and NCCL fail on them.
 
-    Only the native libraries' view of the variable goes; ``os.environ`` keeps what was set.
+    The variable is removed for native libraries only; ``os.environ`` keeps its value.
     """
     have = {name for _, name in socket.if_nameindex()}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         names = os.environ.get(variable, "")
         wanted = [n.strip().lstrip("=") for n in names.split(",") if n.strip()]
-        if not wanted or names.startswith("^"):  # NCCL's way to say which ones not
+        if not wanted or names.startswith("^"):  # NCCL's syntax for excluded interfaces
             continue
         prefixes = variable.startswith("NCCL") and not names.startswith("=")
         if not any(n == h or (prefixes and h.startswith(n)) for n in wanted for h in have):
-            logger.warning(
-                "%s=%s names no interface of this host; it is left to the library to choose", variable, names
-            )
+            logger.warning("%s=%s is not an interface of this host; the library chooses one", variable, names)
             os.unsetenv(variable)
 
 
@@ -192,7 +190,7 @@ def local_size() -> int:
 
 
 def allgather(t: Tensor) -> Tensor:
-    """Every rank's ``t``, joined along dim 0 in rank order; first dimensions may differ."""
+    """Concatenate every rank's ``t`` along dim 0, in rank order; first dimensions may differ."""
     ranks = _ranks()
     t = t.detach() if t.ndim else t.detach().reshape(1)
     each = math.prod(t.shape[1:]) * t.element_size()
@@ -210,7 +208,7 @@ def broadcast(t: Tensor, root_rank: int) -> Tensor:
     if root and ranks.world_size == 1:
         return t.clone(memory_format=torch.contiguous_format)
     out = torch.empty_like(t, memory_format=torch.contiguous_format)
-    wire = ranks.on_wire(flat_bytes(t.data if root else out))  # as bytes: no backend knows every dtype
+    wire = ranks.on_wire(flat_bytes(t.data if root else out))  # as bytes: no backend supports every dtype
     started = ranks.start_broadcast(wire, root_rank)
     if root:
         out.copy_(t)  # while it is sent
@@ -226,18 +224,18 @@ def allreduce(t: Tensor, average: bool = True) -> Tensor:
 def push_pull(t: Tensor, average: bool = True, name: str | None = None) -> Tensor:
     """``allreduce`` under a name for telemetry."""
     ranks = _ranks()
-    wide = torch.int32 if t.dtype == torch.int16 else t.dtype  # no backend knows int16
+    wide = torch.int32 if t.dtype == torch.int16 else t.dtype  # no backend supports int16
     out = ranks.on_wire(t.detach().to(wide, copy=True, memory_format=torch.contiguous_format))
     with TELEMETRY.timed(f"PushPull.{name or 'unnamed'}"):
         ranks.start_reduce(out).wait()
     if average:
-        world, whole = size(), not (out.is_floating_point() or out.is_complex())
-        out = out // world if whole else out.div_(torch.tensor(world, device=out.device))
+        world, integral = size(), not (out.is_floating_point() or out.is_complex())
+        out = out // world if integral else out.div_(torch.tensor(world, device=out.device))
     return out.to(t.device, t.dtype)
 
 
 def push_pull_group(tensors: Sequence[Tensor], average: bool = True, name: str | None = None) -> list[Tensor]:
-    """``push_pull`` of many tensors, flattened by dtype into buckets of ``BYTEPS_PARTITION_BYTES`` (25 MiB)."""
+    """``push_pull`` many tensors, flattened by dtype into buckets of ``BYTEPS_PARTITION_BYTES`` (25 MiB)."""
     limit = env_int("BYTEPS_PARTITION_BYTES", 25 << 20)
     buckets: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
@@ -258,7 +256,7 @@ def push_pull_group(tensors: Sequence[Tensor], average: bool = True, name: str |
 
 
 def alltoall(t: Tensor, splits: Any, recv_splits: Any = None, name: str | None = None) -> Tensor:
-    """Sends ``splits[r]`` rows to rank ``r``; gives the rows that arrived, by rank. ``recv_splits`` saves a round."""
+    """Send ``splits[r]`` rows to rank ``r``; returns the received rows by rank. ``recv_splits`` saves an exchange."""
     ranks = _ranks()
     out_rows = _split_list(splits)
     if len(out_rows) != size() or sum(out_rows) != len(t):
@@ -302,14 +300,14 @@ def _device() -> torch.device:
 
 
 def alltoall_cpu2gpu(t: Tensor, splits: Any, recv_splits: Any = None, name: str | None = None) -> Tensor:
-    """Rows on the CPU arrive on the GPU: exchanged by gloo, then copied; with FWD_GDR=1 copied, then by NCCL."""
+    """Exchange rows from CPU to GPU: by gloo, then copied; with FWD_GDR=1 copied first, then by NCCL."""
     if is_one("MONOLITH_WITH_BYTEPS_FWD_GDR"):
         return alltoall(t.to(_device(), non_blocking=True), splits, recv_splits, name)
     return _staged(alltoall(t, splits, recv_splits, name)).to(_device(), non_blocking=True)
 
 
 def alltoall_gpu2cpu(t: Tensor, splits: Any, recv_splits: Any = None, name: str | None = None) -> Tensor:
-    """Rows on the GPU arrive on the CPU: copied, then exchanged by gloo; with BWD_GDR=1 by NCCL, then copied."""
+    """Exchange rows from GPU to CPU: copied first, then by gloo; with BWD_GDR=1 by NCCL, then copied."""
     if is_one("MONOLITH_WITH_BYTEPS_BWD_GDR"):
         return alltoall(t, splits, recv_splits, name).cpu()
     return alltoall(t.cpu(), splits, recv_splits, name)

@@ -1,1 +1,1 @@
-"""What a launcher tells a process: its rank, its devices, its settings."""
+"""A process's rank, devices and settings, as its launcher sets them."""

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks, and how the default process group starts."""
+"""This process's rank, the number of ranks, and the start of the default process group."""
 
 import os
 import re
@@ -20,7 +20,7 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\[\]:\s/]+):([0-9]{1,5})")
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """This rank, the number of ranks, and where they meet (``host:port``, an IPv6 host in brackets; "" = torch's own).
+    """This rank, the number of ranks, and their rendezvous (``host:port``, IPv6 in brackets; "": torch's default).
 
     Example:
         >>> DistributedConfig(4, 1, "10.0.0.1:29500").to_dict()
@@ -62,9 +62,9 @@ class DistributedConfig:
 
     @classmethod
     def from_env(cls) -> "DistributedConfig":
-        """Reads ``RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT``.
+        """Read ``RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT``.
 
-        With neither rank nor size they are Open MPI's, and without ``mpirun`` it is one process.
+        If neither rank nor size is set, use Open MPI's variables; without ``mpirun``, a single process.
         """
         names = {"world_size": "WORLD_SIZE", "rank": "RANK"}
         if not any(name in os.environ for name in names.values()) and _under_mpirun():
@@ -91,7 +91,7 @@ class DistributedConfig:
     def init(
         self, backend: str | None = None, timeout_s: float = 1800, device: torch.device | str | None = None
     ) -> ProcessGroupTransport:
-        """Starts the default process group (an existing one of the same size is used) and returns its transport."""
+        """Start the default process group, or use an existing one of the same size, and return its transport."""
         if not collectives.is_available():
             raise ConfigError("DistributedConfig.init: this torch was built without process groups")
         backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -100,8 +100,8 @@ class DistributedConfig:
             have = (collectives.size_of(), collectives.rank_in())
             if have != (self.world_size, self.rank):
                 raise ConfigError(
-                    f"DistributedConfig.init: a process group with (world_size, rank) = {have} already exists, this "
-                    f"configuration says {(self.world_size, self.rank)}; destroy that group first"
+                    f"DistributedConfig.init: a process group with (world_size, rank) = {have} already exists, but "
+                    f"this configuration has {(self.world_size, self.rank)}; destroy that group first"
                 )
         else:
             where = self._rendezvous()
@@ -125,8 +125,8 @@ class DistributedConfig:
         if _under_mpirun():
             return hvd_lib.rendezvous(self.world_size, launcher_value("local_size"))
         raise ConfigError(
-            "DistributedConfig.init: the ranks have nowhere to meet; give coordinator_addr='host:port', start them "
-            "with torchrun, or set MASTER_ADDR and MASTER_PORT"
+            "DistributedConfig.init: the ranks have no rendezvous; set coordinator_addr='host:port', start them with "
+            "torchrun, or set MASTER_ADDR and MASTER_PORT"
         )
 
 
@@ -135,7 +135,7 @@ def _under_mpirun() -> bool:
 
 
 def check_backend(backend: str) -> None:
-    """``ConfigError`` naming the available backends unless torch has every one that ``backend`` names."""
+    """Raise ``ConfigError``, which lists the available backends, if this torch does not have all of ``backend``."""
     wanted = [part.rpartition(":")[2].strip().lower() for part in backend.split(",")]
     missing, available = collectives.missing_backends(wanted)
     if missing:

@@ -1,4 +1,4 @@
-"""Device strings: which parts they have, where ops may be placed, and the functions that place them."""
+"""Device strings: parsing them, the devices that are allowed, and the functions that place ops."""
 
 import contextlib
 import itertools
@@ -35,13 +35,13 @@ _contexts = threading.local()
 
 
 def enable_gpu_training() -> None:
-    """Lets ops be placed on GPUs."""
+    """Allow ops on GPUs."""
     global _GPU_PLACEMENT_ALLOWED
     _GPU_PLACEMENT_ALLOWED = True
 
 
 def disable_gpu_training() -> None:
-    """Keeps ops off GPUs."""
+    """Keep ops off GPUs."""
     global _GPU_PLACEMENT_ALLOWED
     _GPU_PLACEMENT_ALLOWED = False
 
@@ -51,9 +51,9 @@ def is_gpu_training() -> bool:
 
 
 def get_visible_gpus(local_rank: int, processes_per_gpu: int = 1) -> str:
-    """The GPU of a local rank when ``processes_per_gpu`` of them share one, as text."""
-    whole = isinstance(processes_per_gpu, int) and not isinstance(processes_per_gpu, bool)
-    if not whole or processes_per_gpu < 1:
+    """A local rank's GPU number, as text, if ``processes_per_gpu`` ranks share each GPU."""
+    is_int = isinstance(processes_per_gpu, int) and not isinstance(processes_per_gpu, bool)
+    if not is_int or processes_per_gpu < 1:
         raise ContractError(f"processes_per_gpu must be an int of at least 1, got {processes_per_gpu!r}")
     return str(local_rank // processes_per_gpu)
 
@@ -74,7 +74,7 @@ def parse_device(name: str) -> dict[str, str]:
         elif key.upper() in ("CPU", "GPU"):
             parts["device"] = f"{key.upper()}:{value}" if value else key.upper()
         else:
-            raise ConfigError(f"device string {name!r}: {piece!r} must be one of job, replica, task, device")
+            raise ConfigError(f"device string {name!r}: {piece!r} must start with job, replica, task or device")
     return parts
 
 
@@ -83,12 +83,12 @@ def format_device(parts: dict[str, str]) -> str:
 
 
 def merge_devices(outer: str, inner: str) -> str:
-    """``outer`` with ``inner``'s parts over it."""
+    """``outer``, with the parts that ``inner`` sets replaced."""
     return format_device({**parse_device(outer), **parse_device(inner)})
 
 
 def to_torch_device(s: str) -> torch.device:
-    """``…/device:GPU:k`` is ``cuda:k``, ``…/device:CPU:k`` is ``cpu``, without a device the current default."""
+    """``…/device:GPU:k`` is ``cuda:k``, ``…/device:CPU:k`` is ``cpu``; no device is the current default."""
     device = parse_device(s).get("device", "")
     if not device:
         return torch.get_default_device()
@@ -97,7 +97,7 @@ def to_torch_device(s: str) -> torch.device:
 
 
 def device_rule(device_name: str) -> str:
-    """Where an op that asks for ``device_name`` may go: a GPU only if GPUs are allowed."""
+    """The device for an op that asks for ``device_name``: a GPU only if GPUs are allowed."""
     if not device_name:
         return CPU
     parts = parse_device(device_name)
@@ -108,13 +108,13 @@ def device_rule(device_name: str) -> str:
 
 
 def current_device() -> str:
-    """The merged device string of the contexts around this code; "" outside of any."""
+    """The merged device string of the enclosing contexts; "" outside of any."""
     return getattr(_contexts, "device", "")
 
 
 @contextlib.contextmanager
 def maybe_device_if_allowed(name: str) -> Iterator[str]:
-    """Code inside is placed by ``device_rule(name)`` over the contexts around it, and on torch's matching device."""
+    """Place the enclosed code by ``device_rule(name)``, merged over enclosing contexts, also for torch."""
     before = current_device()
     device = merge_devices(before, device_rule(name))
     _contexts.device = device
@@ -128,7 +128,7 @@ def maybe_device_if_allowed(name: str) -> Iterator[str]:
 
 
 def within_placement_context_of(device_type: str) -> bool:
-    """Whether the contexts around this code place it on ``"GPU"`` or ``"CPU"``."""
+    """Whether the enclosing contexts place code on ``device_type`` (``"GPU"`` or ``"CPU"``)."""
     return parse_device(current_device()).get("device", "").partition(":")[0] == device_type.upper()
 
 
@@ -152,7 +152,7 @@ def default_device_type() -> str:
 
 
 def own_job(rank: int) -> str:
-    """Rank 0 is the chief, rank r worker r - 1."""
+    """This rank's job: rank 0 is the chief, rank r is worker r - 1."""
     return "/job:chief/replica:0/task:0" if rank == 0 else f"/job:worker/replica:0/task:{rank - 1}"
 
 
@@ -161,7 +161,7 @@ def _device_of(op: Any) -> str:
 
 
 def default_device_fn(op: Any) -> str:
-    """String constants and summary writers on the CPU, the rest by the rule."""
+    """Place string constants and summary writers on the CPU, all else by `device_rule`."""
     name = getattr(op, "name", "") or ""
     if _is_string_constant(op) or name.startswith("Write") or name.endswith("Summary"):
         return CPU
@@ -205,7 +205,7 @@ def _parameter_server_placement(num_ps: int, task: Any) -> Callable[[Any], str]:
 
 
 def input_device_fn(op: Any) -> str:
-    """Input stays on the CPU of the own rank."""
+    """Keep input ops on this rank's CPU."""
     flags = _flags()
     if is_mpi_mode() and flags.enable_sync_training and flags.num_ps > 0:
         return own_job(_rank()) + CPU
@@ -213,7 +213,7 @@ def input_device_fn(op: Any) -> str:
 
 
 def model_device_fn(op: Any) -> str:
-    """The default device, with the op's own parts over it."""
+    """The default device, with the parts that the op sets replaced."""
     return merge_devices(f"/device:{default_device_type()}:0", _device_of(op))
 
 

@@ -1,4 +1,4 @@
-"""`run_elastic`: torchrun's own agent, which says what it restarts and why, and does not wait for the lost."""
+"""`run_elastic`: torchrun's agent, with a reason for each restart and without waiting for lost hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server import api as agents
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.launcher import api as launcher
 
@@ -21,27 +22,27 @@ from shoal.comm.ranks.collectives import tcp_store
 from shoal.errors import ConfigError
 
 STOP_S = 5
-"""How long the ranks of this host have to save and end when hosts come or go."""
+"""Seconds for the ranks of this host to save and exit when hosts join or leave."""
 FAILED_STOP_S = 1
-"""The same when one of them has failed: the others cannot save without it."""
+"""The same after a rank failed: the others cannot save without it."""
 NOT_AGAIN = {2: "its usage or configuration is wrong", 3: "the guard ended the run"}
-"""Exit codes after which starting again cannot help."""
+"""Exit codes after which a restart cannot help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What is started on this host, and with how many others."""
+    """The ranks to start on this host, and the other hosts of the run."""
 
     nproc: int
     hosts: tuple[int, int] = (1, 1)
-    """The least that a run needs, and the most that it takes."""
+    """The minimum and maximum number of hosts."""
     meet: str = ""
-    """``host:port`` at which the hosts meet; the launcher on that host listens there."""
+    """``host:port`` of the rendezvous; the launcher on that host listens there."""
     run_id: str = ""
-    """The same on all hosts of a run."""
+    """Must be the same on all hosts of a run."""
     max_restarts: int = 0
     address: str | None = None
-    """Of this host, for the others; by default that of its name."""
+    """The address at which other hosts reach this one; by default that of its host name."""
     log_dir: str = ""
 
     def __post_init__(self) -> None:
@@ -58,22 +59,40 @@ class Launch:
 
 @dataclass(slots=True)
 class Restarts:
-    """How often all ranks of this host were started again, and what each time's reason was."""
+    """The reason for each restart of this host's ranks."""
 
     reasons: list[str] = field(default_factory=list)
 
 
-def run_elastic(launch: Launch, command: Sequence[str], tell: Callable[[str], None], restarts: Restarts) -> None:
-    """Runs a command as ranks until all have ended well; raises torch's ``ChildFailedError`` or ``SignalException``.
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first rank that failed after the last restart."""
 
-    A rank that fails is replaced: all ranks of the run start again, as many as there are hosts for. ``tell`` gets a
-    line about each restart.
+    rank: int
+    exit_code: int
+    """As in `subprocess`: the negative number of the signal if one ended the rank."""
+    signal: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a launch ended. Both fields are None if every rank exited with 0."""
+
+    failure: Failure | None = None
+    signal: signal.Signals | None = None
+    """The signal that the launcher received."""
+
+
+def run_elastic(launch: Launch, command: Sequence[str], tell: Callable[[str], None], restarts: Restarts) -> Ended:
+    """Run a command as ranks until all of them have exited.
+
+    If a rank fails, all ranks of the run restart on the remaining hosts. ``tell`` gets a line about each restart.
     """
     alone = launch.hosts == (1, 1)
     here = alone and not launch.meet
-    # Hosts whose first one was lost would look for the store of their ranks on it, for ever.
+    # If the first host is lost, the others would wait forever for the ranks' store on it.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0" if here else "1"
-    os.environ["SHOAL_PARENT"] = str(os.getpid())  # commands of ours that are ranks end with a launcher that is killed
+    os.environ["SHOAL_PARENT"] = str(os.getpid())  # ranks that run a shoal command exit when this launcher is killed
     config = launcher.LaunchConfig(
         min_nodes=launch.hosts[0],
         max_nodes=launch.hosts[1],
@@ -99,12 +118,20 @@ def run_elastic(launch: Launch, command: Sequence[str], tell: Callable[[str], No
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, tell=tell, restarts=restarts, alone=alone, **options)
 
-    with ExitStack() as changed:  # torch has no hook for restarts, nor for where its store listens
+    with ExitStack() as changed:  # torch has no hook for restarts, nor for the address of its store
         changed.enter_context(_replaced(launcher, "LocalElasticAgent", Agent))
         if here:
             _exchange_on_loopback()
             changed.enter_context(_replaced(DynamicRendezvousHandler, "_create_tcp_store_server", _store_on_loopback))
-        launcher.elastic_launch(config, command[0])(*command[1:])
+        try:
+            launcher.elastic_launch(config, command[0])(*command[1:])
+        except ChildFailedError as error:
+            rank, first = error.get_first_failure()
+            name = first.signal_name() if first.exitcode < 0 else None
+            return Ended(failure=Failure(rank, first.exitcode, name))
+        except SignalException as stop:
+            return Ended(signal=stop.sigval)
+    return Ended()
 
 
 @contextmanager
@@ -118,7 +145,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _exchange_on_loopback() -> None:
-    """Has the ranks of one host exchange where no other machine reaches them; torch's ports are open to every one."""
+    """Keep the traffic between ranks of one host on loopback; torch's ports are otherwise open to every machine."""
     if sys.platform == "linux":
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
@@ -144,7 +171,7 @@ class _Agent(LocalElasticAgent):
             self._why = f"rank {rank} ended {ended(failure.exitcode)}"
             if failure.exitcode in NOT_AGAIN and self._remaining_restarts > 0:
                 self._remaining_restarts = 0
-                self._tell(f"{self._why}: {NOT_AGAIN[failure.exitcode]}, so it is not started again")
+                self._tell(f"{self._why}: {NOT_AGAIN[failure.exitcode]}, so it is not restarted")
         elif result.state == agents.WorkerState.HEALTHY:
             self._why = ""
         return result
@@ -152,7 +179,7 @@ class _Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: Any) -> None:
         done, most = worker_group.spec.max_restarts - self._remaining_restarts, worker_group.spec.max_restarts
         count = f"restart {done} of at most {most}" if self._why else "the number of hosts changes"
-        why = self._why or "another host is there"
+        why = self._why or "another host is waiting to join"
         self._restarts.reasons.append(why)
         self._tell(f"{why}; all ranks start again ({count})")
         super()._restart_workers(worker_group)
@@ -162,8 +189,8 @@ class _Agent(LocalElasticAgent):
         ranks = sorted(worker.global_rank for worker in worker_group.workers)
         if not self._alone:
             self._tell(
-                f"{worker_group.group_world_size} host(s), {worker_group.workers[0].world_size} ranks; here are "
-                f"rank(s) {', '.join(map(str, ranks))}"
+                f"{worker_group.group_world_size} host(s), {worker_group.workers[0].world_size} ranks; rank(s) "
+                f"{', '.join(map(str, ranks))} are on this host"
             )
 
     def _start_workers(self, worker_group: Any) -> Any:

@@ -15,7 +15,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Flags:
-    """The flags' values: their defaults until ``parse`` or an assignment says otherwise."""
+    """The flags' values: the defaults until ``parse`` or an assignment changes them."""
 
     enable_sync_training: bool
     enable_gpu_training: bool
@@ -28,12 +28,12 @@ class Flags:
         self.reset()
 
     def reset(self) -> None:
-        """Every flag back to its default."""
+        """Reset every flag to its default."""
         self.__dict__.clear()
         self.__dict__.update(DEFAULTS)
 
     def parse(self, argv: Sequence[str] | None = None) -> list[str]:
-        """Takes our flags out of ``argv`` (``sys.argv[1:]``) and returns the rest.
+        """Parse these flags from ``argv`` (default: ``sys.argv[1:]``) and return the other arguments.
 
         Example:
             >>> FLAGS.parse(["--enable_sync_training", "--num_ps=2", "train.toml"])

@@ -1,4 +1,4 @@
-"""What the launcher and the user said through the environment, read at the moment it is asked for."""
+"""Environment variables of the launcher and the user, read on every call."""
 
 import os
 
@@ -15,7 +15,7 @@ LAUNCHER = {
 
 
 def launcher_int(quantity: str) -> int | None:
-    """The launcher's value of ``rank``, ``local_rank``, ``size`` or ``local_size``; None where it gave none."""
+    """The launcher's ``rank``, ``local_rank``, ``size`` or ``local_size``; None if it is not set."""
     for name in LAUNCHER[quantity][:2]:
         if name in os.environ:
             try:
@@ -26,20 +26,20 @@ def launcher_int(quantity: str) -> int | None:
 
 
 def launcher_value(quantity: str) -> int:
-    """``launcher_int``, or the value of one process alone."""
+    """``launcher_int``, or the value for a single process."""
     value = launcher_int(quantity)
     return LAUNCHER[quantity][2] if value is None else value
 
 
 def is_mpi_mode() -> bool:
-    """Whether ranks were started together: Open MPI's local rank is set, even empty, or torchrun's three variables."""
+    """Whether a launcher started ranks: Open MPI's local rank is set, even empty, or torchrun's three variables."""
     if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
         return True
     return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
 
 
 def is_one(name: str) -> bool:
-    """Switches that are compared with the exact text ``1``."""
+    """Whether a variable is exactly ``1``."""
     return os.environ.get(name, "") == "1"
 
 

@@ -1,4 +1,4 @@
-"""Settings of a training process that steer torch: GPU memory, visible device, threads."""
+"""A training process's settings for torch: GPU memory, visible device, threads."""
 
 import logging
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from shoal.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-PIN_STAGING = False  # host tensors on their way to a GPU are pinned
+PIN_STAGING = False  # pin host tensors that are copied to a GPU
 
 
 @dataclass
 class GPUOptions:
-    """How a process uses its GPU."""
+    """A process's GPU settings."""
 
     allow_growth: bool = False
     per_process_gpu_memory_fraction: float = 0.0
@@ -33,9 +33,9 @@ class SessionConfig:
 
 
 def apply_session_config(cfg: SessionConfig) -> None:
-    """Pushes ``cfg`` into torch; without CUDA only the thread counts apply.
+    """Apply ``cfg`` to torch; without CUDA only the thread counts apply.
 
-    The device is the listed number; 0 when exactly one device is visible, since the launcher narrowed the view already.
+    The device is the listed number, or 0 if only one device is visible because the launcher selected it already.
     """
     global PIN_STAGING
     if cfg.intra_op_parallelism_threads > 0:
@@ -63,7 +63,7 @@ def apply_session_config(cfg: SessionConfig) -> None:
 
 
 def device_index(visible_device_list: str, count: int) -> int | None:
-    """Which of ``count`` visible devices the list means; None when it names none."""
+    """The index, among ``count`` visible devices, of the listed device; None if the list is empty."""
     text = visible_device_list.split(",")[0].strip()
     if not text:
         return None

@@ -1,1 +1,1 @@
-"""Bytes, integers and tensors between ranks, each wait with a deadline."""
+"""Exchange of bytes, integers and tensors between ranks; every wait has a deadline."""

@@ -1,7 +1,7 @@
-"""Calls of a thread of its own: they go through a second channel between the ranks, and mix with no others.
+"""A second channel between the ranks, for calls from a background thread.
 
-Ranks make their calls in the same order. Two threads cannot promise that, unless what each of them exchanges has a
-channel of its own: within `aside` it is `Ranks.aside`, which `Ranks.open_aside` has made.
+Ranks must make their calls in the same order. Two threads can guarantee that only if each has its own channel: within
+`aside` that is `Ranks.aside`, opened by `Ranks.open_aside`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _here = _Here()
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Within it, calls of this thread that tables make of ranks go through the second channel, where it is open."""
+    """Send this thread's calls on ranks, including those of tables, through the second channel if it is open."""
     _here.depth += 1
     try:
         yield

@@ -1,4 +1,4 @@
-"""`Backend`: the collectives that a torch process group has of its own, started through one watched call."""
+"""`Backend`: the native collectives of a torch process group, each started under a watch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _watches: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
 
 
 class Running:
-    """A collective of a process group under way."""
+    """A running collective of a process group."""
 
     __slots__ = ("_ranks", "_sliced", "_what", "_work")
 
@@ -28,7 +28,7 @@ class Running:
         self._ranks, self._what, self._work, self._sliced = ranks, what, work, sliced
 
     def wait(self, timeout_s: float | None = None) -> None:
-        if self._sliced is None:  # of a GPU: the stream waits, not this thread
+        if self._sliced is None:  # on a GPU the stream waits, not this thread
             with self._ranks.watch.naming(self._what):
                 self._work.wait()
         else:
@@ -44,7 +44,7 @@ class Running:
 
 
 class Backend(Ranks):
-    """`Ranks` of a process group (the default one unless given), without the exchange."""
+    """`Ranks` over a process group (the default one unless given), without `exchange`."""
 
     def __init__(self, group: collectives.Group = None) -> None:
         if not collectives.is_started():
@@ -64,7 +64,7 @@ class Backend(Ranks):
         _watches[members] = self.watch
 
     def wire(self, device: torch.device) -> torch.device:
-        """Where tensors of a device are sent from."""
+        """The device from which tensors on ``device`` are sent."""
         if device.type == "cuda":
             return device if self._gpu else torch.device("cpu")
         return device if self._host or not self._gpu else torch.device("cuda", torch.cuda.current_device())
@@ -104,7 +104,7 @@ class Backend(Ranks):
         return Running(self, what, self.watch.start(what, begin), sliced if tensor.is_cpu else None)
 
     def failed(self, error: BaseException) -> None:
-        """An exchange failed: no other can be made on this group."""
+        """Mark the group as unusable after a failed exchange."""
         if not self.watch.broken:
             self.watch.roll_call(time.monotonic())
             self.watch.broken = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Memory for messages: bytes that are written once, in place."""
+"""Memory for messages: bytes objects that are filled in place, once."""
 
 import ctypes
 from typing import Any
@@ -11,7 +11,7 @@ from shoal import _core
 
 
 def writable_bytes(n: int) -> tuple[bytes, np.ndarray]:
-    """A new ``bytes`` of length ``n`` and a view to fill it through, before anybody else sees it."""
+    """A new ``bytes`` of length ``n``, and a writable view with which to fill it before it is shared."""
     if n == 0:
         return b"", np.empty(0, np.uint8)
     data = _core.new_bytes(n)
@@ -20,7 +20,7 @@ def writable_bytes(n: int) -> tuple[bytes, np.ndarray]:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The values row by row as one uint8 tensor; a view where the tensor is contiguous."""
+    """The tensor's bytes in row-major order, as a flat uint8 tensor; a view if the tensor is contiguous."""
     flat = tensor.contiguous().reshape(-1)
     if flat.numel() == 1:  # torch calls one element contiguous whatever its stride, but views it only with stride 1
         flat = flat.as_strided((1,), (1,))

@@ -1,7 +1,7 @@
-"""torch's process groups and their collectives: the one module of the library that calls `torch.distributed` for them.
+"""torch's process groups and their collectives; the only module that calls `torch.distributed` for them.
 
-Ranks are those of the group (the default group where it is None), never those of the world. ``later=True`` starts a
-collective and returns its handle, whose ``wait(timeout)`` ends it.
+Rank numbers are those within the group (None: the default group), never those of the world. ``later=True`` starts a
+collective and returns its handle; ``wait(timeout)`` completes it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shoal.comm.ranks.restarts.roster import meet
 Group = Any
 """A ``torch.distributed.ProcessGroup``, or None for the default one."""
 GradBucket = dist.GradBucket
-"""What a communication hook of ``DistributedDataParallel`` gets."""
+"""The argument of a ``DistributedDataParallel`` communication hook."""
 Op = Literal["sum", "min", "max"]
 
-# Under the names that torch has given them since 2.13, whichever torch this is.
+# Named as in torch 2.13 and later; earlier versions have other names.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -37,7 +37,7 @@ def is_available() -> bool:
 
 
 def missing_backends(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Those of ``names`` that this torch lacks, and the backends that it has."""
+    """The backends in ``names`` that this torch does not have, and all that it has."""
     tests = {
         "gloo": dist.is_gloo_available,
         "nccl": dist.is_nccl_available,
@@ -56,15 +56,15 @@ def is_started() -> bool:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether torch raised ``error`` because another process went away or could not be reached."""
+    """Whether torch raised ``error`` because another process exited or could not be reached."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def start(backend: str = "gloo", **options: Any) -> None:
-    """Makes the default group, with the options of ``init_process_group``.
+    """Start the default group, with the options of ``init_process_group``.
 
-    Under ``torchrun`` the ranks agree on a part of the launcher's store for this start alone: after a restart it holds
-    what the ranks before left there.
+    Under ``torchrun`` the ranks agree on a new key prefix in the launcher's store for each start, because after a
+    restart the store still holds the keys of the previous ranks.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and "store" not in options:
         method = options.get("init_method") or "env://"
@@ -85,12 +85,12 @@ def _restartable(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def stop() -> None:
-    """Ends the default group."""
+    """End the default group."""
     dist.destroy_process_group()
 
 
 def group_of(group: Group = None) -> Any:
-    """The group itself; None where the default one was not started."""
+    """The group itself; None if the default one was not started."""
     return dist.group.WORLD if group is None else group
 
 
@@ -103,7 +103,7 @@ def size_of(group: Group = None) -> int:
 
 
 def members(group: Group = None) -> list[int]:
-    """The ranks of the world that are in the group, by their rank in it."""
+    """The world ranks of the group's members, by their rank in the group."""
     return dist.get_process_group_ranks(group_of(group))
 
 
@@ -113,29 +113,29 @@ def backend_of(group: Group = None) -> str:
 
 
 def backends(group: Group = None) -> str:
-    """What carries the tensors of each device, such as ``cpu:gloo,cuda:nccl``."""
+    """The backend of each device type, such as ``cpu:gloo,cuda:nccl``."""
     return str(dist.get_backend_config(group))
 
 
 def gloo_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = None) -> Any:
-    """A gloo group of some ranks of the world, who all call this; of all ranks unless given."""
+    """A gloo group of some world ranks (default: all); each of them must call this."""
     if ranks is None:
         return dist.new_group(backend="gloo")
     return dist.new_group(list(ranks), backend="gloo", timeout=timeout, use_local_synchronization=True)
 
 
 def group_like(group: Group = None, timeout: timedelta | None = None) -> Any:
-    """Another group of the same ranks with the same backends; all of them call this."""
+    """A new group of the same ranks with the same backends; all of them must call this."""
     return dist.new_group(members(group), backend=backends(group), timeout=timeout, use_local_synchronization=True)
 
 
 def store_of() -> Any:
-    """The store through which the default group was made."""
+    """The store of the default group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def watch_store(group: Any) -> Any:
-    """The part of a group's store in which ranks say who is alive; None for a backend without a store, as MPI's."""
+    """The keys of a group's store in which ranks report that they are alive; None without a store (MPI)."""
     try:
         return part_of(group.get_group_store(), "shoal.watch")
     except (RuntimeError, AttributeError):
@@ -143,7 +143,7 @@ def watch_store(group: Any) -> Any:
 
 
 def another_connection(group: Any) -> Any:
-    """The store of a group over a connection of its own; None where it has no store, or cannot be had again."""
+    """A second connection to a group's store; None if there is no store, or it cannot be opened twice."""
     try:
         return part_of(group.get_group_store().clone(), "shoal.pulse")
     except (RuntimeError, AttributeError):
@@ -151,20 +151,20 @@ def another_connection(group: Any) -> Any:
 
 
 def part_of(store: Any, prefix: str) -> Any:
-    """The keys of a store that start with a prefix."""
+    """A view of a store's keys that start with ``prefix``."""
     return dist.PrefixStore(prefix, store)
 
 
 def local_store() -> Any:
-    """A store in this process alone."""
+    """A store for this process only."""
     return dist.HashStore()
 
 
 def tcp_store(port: int = 0, timeout: timedelta | None = None) -> Any:
-    """A store for processes of this machine: a new one, on a free port, or with ``port`` the one that is there."""
+    """A store for processes on this machine: a new one on a free port, or the existing one on ``port``."""
     if port:
         return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout or timedelta(minutes=5))
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)  # torch's own is open to other machines
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)  # torch would listen on all interfaces
     port = listener.getsockname()[1]
     return dist.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
@@ -175,41 +175,35 @@ def tcp_store(port: int = 0, timeout: timedelta | None = None) -> Any:
 
 
 def all_reduce(tensor: Tensor, op: Op = "sum", group: Group = None, *, later: bool = False) -> Any:
-    """In place."""
+    """Reduce over the group's ranks, in place."""
     return dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=group, async_op=later)
 
 
 def broadcast(tensor: Tensor, root: int, group: Group = None, *, later: bool = False) -> Any:
-    """In place, from rank ``root`` of the group."""
+    """Broadcast from rank ``root`` of the group, in place."""
     return dist.broadcast(tensor, group=group_of(group), group_src=root, async_op=later)
 
 
 def gather(parts: list[Tensor] | None, tensor: Tensor, root: int, group: Group = None, *, later: bool = False) -> Any:
-    """Every rank's tensor into ``parts`` of rank ``root`` of the group; the others give None."""
+    """Gather every rank's tensor into ``parts`` on rank ``root`` of the group; the others pass None."""
     return dist.gather(tensor, parts, group=group_of(group), group_dst=root, async_op=later)
 
 
 def all_to_all(
-    out: Tensor,
-    flat: Tensor,
-    recv: Sequence[int] | None = None,
-    send: Sequence[int] | None = None,
-    group: Group = None,
-    *,
-    later: bool = False,
-) -> Any:
-    """``send[r]`` rows of ``flat`` to rank ``r`` and ``recv[r]`` of its rows to ``out``; equal shares unless given."""
+    out: Tensor, flat: Tensor, recv: Sequence[int] | None = None, send: Sequence[int] | None = None, group: Group = None
+) -> None:
+    """Send ``send[r]`` rows of ``flat`` to rank ``r`` and receive ``recv[r]`` in ``out``; equal shares by default."""
     sizes = (None if counts is None else list(counts) for counts in (recv, send))
-    return dist.all_to_all_single(out, flat, *sizes, group=group, async_op=later)
+    dist.all_to_all_single(out, flat, *sizes, group=group)
 
 
 def send(tensor: Tensor, to: int, group: Group = None) -> Any:
-    """Starts to send to a rank of the group."""
+    """Start sending to a rank of the group."""
     return dist.isend(tensor, group=group_of(group), group_dst=to)
 
 
 def recv(tensor: Tensor, source: int, group: Group = None) -> Any:
-    """Starts to receive from a rank of the group."""
+    """Start receiving from a rank of the group."""
     return dist.irecv(tensor, group=group_of(group), group_src=source)
 
 
@@ -221,7 +215,7 @@ def barrier(group: Group = None) -> None:
 
 
 def torch_hooks() -> tuple[Any, Any]:
-    """torch's modules of communication hooks: ``default_hooks`` and ``powerSGD_hook``."""
+    """torch's modules with communication hooks: ``default_hooks`` and ``powerSGD_hook``."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     return default_hooks, powerSGD_hook

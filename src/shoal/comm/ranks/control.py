@@ -1,4 +1,4 @@
-"""Small agreements between ranks (flags, steps), always on gloo so that they work on the CPU, with a deadline."""
+"""Exchange of small values (flags, steps) between ranks, on the CPU through gloo, with a deadline."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _group_of: Any = None
 
 
 def world_size() -> int:
-    """Ranks of the default process group; 1 when there is none."""
+    """The number of ranks in the default process group; 1 if there is none."""
     return collectives.size_of() if collectives.is_started() else 1
 
 
@@ -22,7 +22,7 @@ def rank() -> int:
 
 
 def _gloo() -> Ranks:
-    """The default group where it speaks gloo, else a gloo group beside it (made by all ranks in their first call)."""
+    """The default group if it uses gloo, else an additional gloo group, which all ranks make in their first call."""
     global _group, _group_of
     default: Any = collectives.group_of()
     if any(t.type == "cpu" for t in default._device_types):
@@ -32,20 +32,20 @@ def _gloo() -> Ranks:
     return default_ranks(_group)
 
 
-def broadcast_ints(values: list[int], root_rank: int = 0, timeout_s: float | None = None) -> list[int]:
-    """``root_rank``'s values, on every rank, within ``timeout_s`` (the group's timeout)."""
+def broadcast_ints(values: list[int], timeout_s: float | None = None) -> list[int]:
+    """Rank 0's values, on every rank, within ``timeout_s`` (default: the group's timeout)."""
     if world_size() == 1:
         return values
     data = torch.tensor(values, dtype=torch.int64, device="cpu")
-    _gloo().start_broadcast(data, root_rank).wait(timeout_s)
+    _gloo().start_broadcast(data, 0).wait(timeout_s)
     return data.tolist()
 
 
-def gather_ints(values: list[int], timeout_s: float | None = None) -> list[list[int]]:
+def gather_ints(values: list[int]) -> list[list[int]]:
     """Every rank's values, by rank."""
     if world_size() == 1:
         return [values]
     mine = torch.tensor(values, dtype=torch.int64, device="cpu")
     everyone = torch.empty(world_size() * len(values), dtype=torch.int64, device="cpu")
-    _gloo().start_gather(everyone, mine).wait(timeout_s)
+    _gloo().start_gather(everyone, mine).wait()
     return everyone.reshape(world_size(), -1).tolist()

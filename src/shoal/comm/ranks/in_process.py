@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: the transport for tests and for algorithms tried on a laptop."""
+"""A transport between threads of one process, for tests and for trying out algorithms on a laptop."""
 
 import threading
 from collections import deque
@@ -8,7 +8,7 @@ from shoal.errors import ConfigError
 
 
 class _Mailbox:
-    """The FIFO queue of one ordered pair."""
+    """The FIFO queue from one rank to another."""
 
     __slots__ = ("messages", "ready")
 
@@ -18,7 +18,7 @@ class _Mailbox:
 
 
 class _Generation:
-    """One use of the barrier: who is in it, and how it ended."""
+    """One use of the barrier: the ranks that entered it, and its outcome."""
 
     __slots__ = ("broken_by", "done", "entered")
 
@@ -29,7 +29,7 @@ class _Generation:
 
 
 class _Group:
-    """What the transports of one group share: queues, who has closed, and the barrier's generation."""
+    """State that a group's transports share: queues, closed ranks, and the barrier's generation."""
 
     def __init__(self, n: int) -> None:
         self.boxes = [[_Mailbox() for _ in range(n)] for _ in range(n)]  # boxes[src][dest]
@@ -39,7 +39,7 @@ class _Group:
 
 
 class InProcessTransport(BaseTransport):
-    """One of a group's transports; ``create_group`` makes them all. ``send`` copies and never waits."""
+    """One transport of a group that ``create_group`` makes. ``send`` copies and never waits."""
 
     def __init__(
         self, group: _Group, rank: int, world_size: int, default_timeout_s: float, max_message_bytes: int
@@ -51,7 +51,7 @@ class InProcessTransport(BaseTransport):
     def create_group(
         cls, n: int, *, default_timeout_s: float = DEFAULT_TIMEOUT_S, max_message_bytes: int = MAX_MESSAGE_BYTES
     ) -> list["InProcessTransport"]:
-        """Transports of ``n`` ranks; the index is the rank.
+        """Make transports for ``n`` ranks; the index is the rank.
 
         Example:
             >>> a, b = InProcessTransport.create_group(2)
@@ -65,7 +65,7 @@ class InProcessTransport(BaseTransport):
         return [cls(group, rank, n, default_timeout_s, max_message_bytes) for rank in range(n)]
 
     def reset(self) -> None:
-        """Mends a barrier that a timeout broke: the next generation starts empty. Call it once, on any transport."""
+        """Repair a barrier that a timeout broke: the next generation starts empty. Call it once, on any transport."""
         group = self._group
         with group.turn:
             if not group.generation.done and group.generation.broken_by is None:
@@ -124,7 +124,7 @@ class InProcessTransport(BaseTransport):
         if self._closed:
             raise self._closed_error()
         if self._group.closed:
-            raise self._lost(min(self._group.closed), "it closed its transport, so the barrier cannot fill")
+            raise self._lost(min(self._group.closed), "it closed its transport, so the barrier cannot complete")
         if generation.broken_by is not None:
             raise self._error(
                 f"rank {generation.broken_by} timed out in the barrier or reset it; call reset() on one transport",

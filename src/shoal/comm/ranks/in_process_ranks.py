@@ -1,4 +1,4 @@
-"""`InProcessRanks`: ranks that are threads of one process, for tests and for algorithms tried on a laptop."""
+"""`InProcessRanks`: ranks as threads of one process, for tests and for trying out algorithms on a laptop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.errors import ConfigError, DeadlineError, PeerError
 
 
 class _Round:
-    """One exchange: what each rank gave, and who has taken its part."""
+    """One exchange: the data that each rank sent, and how many ranks have received their part."""
 
     def __init__(self) -> None:
         self.given: dict[int, tuple[Tensor, list[int], list[int]]] = {}
@@ -31,7 +31,7 @@ class _Shared:
 
 
 class InProcessRanks(Ranks):
-    """One of a group's ranks; ``create_group`` makes them all, and each is used by one thread at a time.
+    """One rank of a group that ``create_group`` makes; only one thread at a time may use it.
 
     >>> from threading import Thread
     >>> a, b = InProcessRanks.create_group(2)
@@ -47,11 +47,11 @@ class InProcessRanks(Ranks):
         self._shared: _Shared = shared
         self.key = ("in process", id(shared), rank)
         self.exchanges = 0
-        """How many exchanges this rank has made."""
+        """The number of exchanges this rank has made."""
 
     @classmethod
     def create_group(cls, n: int, *, timeout_s: float = 60.0) -> list[InProcessRanks]:
-        """``n`` ranks; the index is the rank."""
+        """Make ``n`` ranks; the index is the rank."""
         if n < 1:
             raise ConfigError(f"InProcessRanks.create_group: n must be at least 1, got {n}")
         shared = _Shared()
@@ -64,7 +64,7 @@ class InProcessRanks(Ranks):
         return InProcessRanks(self._shared.aside, self.rank, self.world_size, self.timeout_s)
 
     def close(self) -> None:
-        """This rank makes no more calls: those who wait for it are told."""
+        """End this rank's calls; ranks that wait for it get an error."""
         if self.aside is not None:
             self.aside.close()
         with self._shared.changed:
@@ -104,7 +104,7 @@ class InProcessRanks(Ranks):
             missing = [rank for rank in range(self.world_size) if rank not in this.given]
             gone = sorted(self._shared.closed.intersection(missing))
             if gone:
-                raise PeerError(f"rank {self.rank} waits for rank(s) {gone}, which closed", ranks=gone)
+                raise PeerError(f"rank {self.rank} waits for rank(s) {gone}, which have closed", ranks=gone)
             if not self._shared.changed.wait(deadline.left()) and deadline.over():
                 raise DeadlineError(
                     f"rank {self.rank} waited {self.timeout_s:g} s for rank(s) {missing} in an exchange", ranks=missing

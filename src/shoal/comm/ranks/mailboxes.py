@@ -1,8 +1,8 @@
-"""Kept sends and patient receives: what turns a process group's point-to-point calls into messages with rules.
+"""Queues that turn a process group's point-to-point calls into reliable messages.
 
-gloo's send waits for the receiver, a pending send dies with its work handle, and a receive that times out tears the
-connection down. So sends are copied, started at once and kept until they are done; receives are finished by a thread
-per source that outlives the caller's timeout, and what it got late is handed to the next call.
+gloo's send waits for the receiver, a pending send dies with its work handle, and a receive that times out breaks the
+connection. So sends are copied, started at once and kept until they are done; one thread per source completes
+receives, even after the caller's timeout, and a late message goes to the next call.
 """
 
 import os
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from shoal.comm.ranks.process_group import ProcessGroupTransport
 
 PIECE_BYTES = 1 << 30
-QUEUED_BYTES = 256 << 20  # sent but not yet taken, per peer, before send waits
-DRAIN_BYTES = 1 << 20  # a refused message up to this size is thrown away, so that later ones still arrive
-LINGER_S = 30.0  # a process that ends waits this long for its last messages to be taken
-LOOK_S = 0.1  # how often a send that waits for room looks whether anybody is left to make it
-IDLE_S = 5.0  # a helper thread without work ends after this
+QUEUED_BYTES = 256 << 20  # bytes in flight per peer before send waits
+DRAIN_BYTES = 1 << 20  # a refused message up to this size is discarded, so that later ones still arrive
+LINGER_S = 30.0  # how long an exiting process waits for its last messages to be received
+LOOK_S = 0.1  # how often a send that waits for room checks that the peer is alive
+IDLE_S = 5.0  # an idle helper thread exits after this
 FOREVER = timedelta(days=3650)
 
 _unsent: set["Outbox"] = set()
@@ -40,7 +40,7 @@ _flushing_pid: int | None = None
 
 
 def _finish(work: Any, cuda: bool) -> None:
-    """Waits for one operation without ever timing out; the error of a lost peer comes out of here."""
+    """Wait for one operation without a timeout; raises if the peer is lost."""
     if not cuda:
         work.wait(FOREVER)
         return
@@ -50,20 +50,20 @@ def _finish(work: Any, cuda: bool) -> None:
 
 
 def _flush_all() -> None:
-    """Sends what waits, and ends the helper threads: one that lets go of a tensor while the interpreter ends, or a
-    group that such a thread keeps alive, would abort the process."""
+    """Send pending messages and end the helper threads: a thread that frees a tensor, or keeps a group alive, during
+    interpreter shutdown would abort the process."""
     deadline = Deadline(LINGER_S)
     for box in list(_unsent):
         box.flush(deadline)
     for box in list(_boxes):
         box.close()
-    deadline = Deadline(1.0)  # one that waits for a peer in vain stays
+    deadline = Deadline(1.0)  # a thread that still waits for a peer stays
     for helper in list(_helpers):
         helper.join(deadline.left())
 
 
 def _flush_at_exit() -> None:
-    """Registered by the process that sends, since a forked child starts with no finalizers."""
+    """Register the flush in the sending process: a forked child starts without finalizers."""
     global _flushing_pid
     if _flushing_pid != os.getpid():
         _flushing_pid = os.getpid()
@@ -71,7 +71,7 @@ def _flush_at_exit() -> None:
 
 
 def _after_fork() -> None:
-    for known in (_unsent, _helpers, _boxes):  # the parent's
+    for known in (_unsent, _helpers, _boxes):  # these belong to the parent
         known.clear()
 
 
@@ -79,7 +79,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _start(run: Callable[[], None], name: str) -> None:
-    """A helper thread, known until it ends."""
+    """Start a helper thread and keep track of it until it ends."""
 
     def work() -> None:
         try:
@@ -94,7 +94,7 @@ def _start(run: Callable[[], None], name: str) -> None:
 
 
 class Outbox:
-    """Messages on their way to one peer, oldest first, kept alive until the peer has them."""
+    """Messages in flight to one peer, oldest first, kept until the peer has received them."""
 
     def __init__(self, transport: "ProcessGroupTransport", dest: int, tag: int) -> None:
         self.transport, self.dest, self.tag = transport, dest, tag
@@ -116,8 +116,8 @@ class Outbox:
                 owner._check_peer(self.dest)
                 if deadline.over():
                     raise owner._error(
-                        f"{self.queued_bytes} bytes wait for rank {self.dest} and it took none for "
-                        f"{deadline.seconds:g} s; see its log",
+                        f"rank {self.dest} received nothing for {deadline.seconds:g} s, and {self.queued_bytes} bytes "
+                        "wait for it; see its log",
                         "timeout",
                         self.dest,
                     )
@@ -168,7 +168,7 @@ class Outbox:
                 self.changed.notify_all()
 
     def close(self) -> None:
-        """Lets the thread end once everything is sent."""
+        """Let the thread end once everything is sent."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -180,14 +180,14 @@ class Outbox:
 
 
 class Inbox:
-    """Messages from one peer. Its thread receives one message for each that was asked for, and keeps it."""
+    """Messages from one peer. Its thread receives and keeps one message per request."""
 
     def __init__(
         self, transport: "ProcessGroupTransport", src: int, tag: int, changed: threading.Condition | None = None
     ) -> None:
         self.transport, self.src, self.tag = transport, src, tag
         self.sequence = 0
-        self.received = 0  # messages that are complete, where sequence counts the one under way, too
+        self.received = 0  # complete messages; sequence also counts the one in progress
         self.asked = False
         self.message: bytes | None = None
         self.error: TransportError | None = None
@@ -202,7 +202,7 @@ class Inbox:
         return self.message is not None or self.error is not None
 
     def ask(self) -> None:
-        """Starts receiving the next message, unless one is here or on its way."""
+        """Start receiving the next message, unless one has arrived or is being received."""
         with self.changed:
             if not self.ready and not self.asked:
                 self.asked = True
@@ -212,7 +212,7 @@ class Inbox:
                 self.changed.notify_all()
 
     def take(self, seconds: float) -> bytes | None:
-        """The message asked for, None if it is not here after ``seconds``; raises what receiving it raised."""
+        """The requested message, or None if it has not arrived within ``seconds``; raises the error of the receive."""
         with self.changed:
             if not self.ready:
                 self.changed.wait_for(lambda: self.ready, seconds)
@@ -249,7 +249,7 @@ class Inbox:
                     return
 
     def close(self) -> None:
-        """Lets the thread end once what was asked for is here."""
+        """Let the thread end once the requested messages have arrived."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -260,7 +260,7 @@ class Inbox:
         if sequence != self.sequence or length < 0:
             raise owner._error(
                 f"rank {self.src} sent header [length={length}, sequence={sequence}] where message {self.sequence} was "
-                "expected; something else uses this group's point-to-point traffic",
+                "expected; something else uses this group's point-to-point calls",
                 "protocol",
                 self.src,
             )
@@ -291,7 +291,7 @@ class Inbox:
 
 
 class _Drained(Exception):
-    """A message was refused and thrown away; the ones after it still arrive."""
+    """A message was refused and discarded; later messages still arrive."""
 
     def __init__(self, error: TransportError) -> None:
         self.error = error

@@ -1,4 +1,4 @@
-"""The byte layer over MPI (``mpi4py``, started by ``mpirun``)."""
+"""A transport over MPI (``mpi4py``, started by ``mpirun``)."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ def _mpi() -> Any:
 
 
 class _Pause:
-    """Sleeps that grow from nothing to 1 ms while something is awaited."""
+    """Sleeps between polls, growing from 0 to 1 ms."""
 
     def __init__(self) -> None:
         self.turn = 0
@@ -36,9 +36,9 @@ class _Pause:
 class MpiTransport(BaseTransport):
     """Byte messages over an MPI communicator (``comm=None``: a duplicate of ``COMM_WORLD``).
 
-    The same messages as ``ProcessGroupTransport``: an int64 header ``[length, sequence]``, then the payload. A rank
-    that dies takes the job with it, as ``mpirun`` does; one that closes is ``peer_lost`` to the others. One thread at
-    a time talks to MPI, so the library need not have been built for several.
+    Messages are as in ``ProcessGroupTransport``: an int64 header ``[length, sequence]``, then the payload. When a rank
+    dies, ``mpirun`` ends the job; one that closes is ``peer_lost`` to the others. Only one thread at a time calls MPI,
+    so MPI does not need thread support.
 
     Example:
         mpirun -n 2 python -c "from shoal.comm import MpiTransport as T; t = T(); t.barrier(); print(t.rank)"
@@ -59,8 +59,8 @@ class MpiTransport(BaseTransport):
         self._pending: list[tuple[Any, np.ndarray]] = []
         self._sent = [0] * self.world_size
         self._received = [0] * self.world_size
-        self._gone: dict[int, int] = {}  # ranks that closed, and how many messages they had sent here
-        self._barriers_of_gone: dict[int, int] = {}  # and how many barriers they had passed
+        self._gone: dict[int, int] = {}  # closed ranks, and how many messages each had sent to this one
+        self._barriers_of_gone: dict[int, int] = {}  # closed ranks, and how many barriers each had passed
         self._barriers = 0
         self._barrier_request: Any = None
 
@@ -81,7 +81,7 @@ class MpiTransport(BaseTransport):
         self._pending.append((self.comm.Isend(data, dest, tag), data))
 
     def _reap(self) -> None:
-        """Forgets the sends that are done, which also lets MPI make progress."""
+        """Drop completed sends, which also lets MPI make progress."""
         self._pending = [(request, data) for request, data in self._pending if not request.Test()]
 
     def _recv(self, src: int, deadline: Deadline) -> bytes:
@@ -130,7 +130,7 @@ class MpiTransport(BaseTransport):
         return data
 
     def _drain(self, src: int, length: int) -> None:
-        """Takes the refused payload out of the way, once it is here; only what was really sent is allocated."""
+        """Receive and discard a refused payload; allocates only as much as was really sent."""
         for start in range(0, length, PIECE_BYTES):
             size = min(PIECE_BYTES, length - start)
             pause, deadline, status = _Pause(), Deadline(self.default_timeout_s), self.mpi.Status()
@@ -147,7 +147,7 @@ class MpiTransport(BaseTransport):
             self._take(np.empty(size, np.uint8), src)
 
     def _take(self, piece: np.ndarray, src: int) -> None:
-        """Fills ``piece`` with what comes next of a message whose header is here already."""
+        """Fill ``piece`` with the next bytes of a message whose header was received."""
         pause, deadline = _Pause(), Deadline(self.default_timeout_s)
         with self.calls:
             request = self.comm.Irecv(piece, src, PAYLOAD_TAG)
@@ -162,7 +162,7 @@ class MpiTransport(BaseTransport):
             pause()
 
     def _barrier(self, deadline: Deadline) -> None:
-        """A barrier that timed out continues in the next call: MPI has no way to take it back."""
+        """Wait for the barrier; one that timed out continues in the next call, because MPI cannot cancel it."""
         pause = _Pause()
         with self.calls:
             if self._barrier_request is None:
@@ -178,10 +178,10 @@ class MpiTransport(BaseTransport):
                     self._barriers += 1
                     return
                 self._look_for_closed()
-            # Who passed this barrier may close before the rest of us see it fill.
+            # A rank that passed this barrier may close before the others see it complete.
             missing = [rank for rank, passed in self._barriers_of_gone.items() if passed <= self._barriers]
             if missing:
-                raise self._lost(min(missing), "it closed its transport, so the barrier cannot fill")
+                raise self._lost(min(missing), "it closed its transport, so the barrier cannot complete")
             if over:
                 text = f"waited {deadline.seconds:g} s in the barrier; a rank is missing, see the other ranks' logs"
                 raise self._error(text, "timeout")

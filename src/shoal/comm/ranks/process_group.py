@@ -1,4 +1,4 @@
-"""The byte layer over a torch process group."""
+"""A transport over a torch process group."""
 
 import contextlib
 import json
@@ -14,8 +14,8 @@ from shoal.comm.ranks.mailboxes import Inbox, Outbox
 from shoal.comm.ranks.transport import DEFAULT_TIMEOUT_S, MAX_MESSAGE_BYTES, BaseTransport, Deadline
 from shoal.errors import ConfigError, TransportError
 
-POLL_S = 0.1  # between looks at the store for peers that closed
-STORE_GRACE_S = 5.0  # when the store has gone with its process, for what that one sent last
+POLL_S = 0.1  # between checks of the store for closed peers
+STORE_GRACE_S = 5.0  # wait for the last messages of the store's process after it exited
 BARRIER_TAG = 0x5340
 
 _transports_of_group: dict[str, int] = defaultdict(int)
@@ -24,9 +24,9 @@ _transports_of_group: dict[str, int] = defaultdict(int)
 class ProcessGroupTransport(BaseTransport):
     """Byte messages over a process group (``group=None``: the default one); aggregators use its collectives.
 
-    A message is an int64 header ``[length, sequence]`` and then the payload in pieces of at most 1 GiB. ``device`` is
-    where they are staged: the CPU when the group has a CPU backend, else the current CUDA device. Make the transports
-    of one group in the same order on all its ranks, and leave the group's point-to-point traffic to them.
+    A message is an int64 header ``[length, sequence]``, then the payload in pieces of at most 1 GiB, staged on
+    ``device``: the CPU if the group has a CPU backend, else the current CUDA device. All ranks must make a group's
+    transports in the same order, and must not use the group's point-to-point calls themselves.
     """
 
     collectives = True
@@ -58,8 +58,8 @@ class ProcessGroupTransport(BaseTransport):
         name = members.group_name
         self._store = self._open_store(f"shoal.transport/{name}/{_transports_of_group[name]}")
         _transports_of_group[name] += 1
-        self._looked = 0.0
-        self._gone: dict[int, dict[str, int]] = {}  # peers that closed, and how many messages they had sent to whom
+        self._checked_at = 0.0
+        self._gone: dict[int, dict[str, int]] = {}  # closed peers, and how many messages each had sent to which rank
         self._barriers = self._barriers_passed = 0
         self._barrier_changed = threading.Condition()
         self._barrier_inboxes = {
@@ -70,7 +70,7 @@ class ProcessGroupTransport(BaseTransport):
     def _open_store(self, prefix: str) -> Any:
         try:
             return collectives.part_of(self.group.get_group_store(), prefix)
-        except (RuntimeError, AttributeError):  # a backend without a store, as MPI's
+        except (RuntimeError, AttributeError):  # a backend without a store, such as MPI
             return None
 
     def _outbox(self, dest: int, tag: int = 0) -> Outbox:
@@ -79,8 +79,8 @@ class ProcessGroupTransport(BaseTransport):
 
     def _send(self, dest: int, view: memoryview) -> None:
         now = time.monotonic()
-        if now - self._looked > POLL_S:  # a look at the store takes longer than a small send
-            self._looked = now
+        if now - self._checked_at > POLL_S:  # a check of the store takes longer than a small send
+            self._checked_at = now
             self._check_peer(dest)
         if dest in self._gone:
             raise self._lost(dest, "it closed its transport")
@@ -101,7 +101,7 @@ class ProcessGroupTransport(BaseTransport):
                 raise self._timed_out(src, deadline)
             try:
                 sent = self._closed_peers().get(src)
-            except TransportError:  # what the store's process sent before it ended may be here any moment
+            except TransportError:  # the last messages of the store's process may still arrive
                 data = inbox.take(min(deadline.left(), STORE_GRACE_S))
                 if data is None:
                     raise
@@ -110,15 +110,15 @@ class ProcessGroupTransport(BaseTransport):
                 raise self._lost(src, "it closed its transport")
 
     def _check_peer(self, peer: int) -> None:
-        """Raises unless both this transport and the peer's are open, as far as the store knows."""
+        """Raise if this transport is closed or, according to the store, the peer's."""
         if self._closed:
             raise self._closed_error()
         if peer in self._closed_peers():
             raise self._lost(peer, "it closed its transport")
 
     def _closed_peers(self) -> dict[int, dict[str, int]]:
-        """Peers that closed, each with how many messages it had sent to whom, and the ``barriers`` that it had passed;
-        kept, since none comes back."""
+        """Closed peers, each with the number of messages sent per rank and of ``barriers`` passed. Cached, because a
+        closed peer never returns."""
         if self._store is None:
             return {}
         try:
@@ -128,18 +128,18 @@ class ProcessGroupTransport(BaseTransport):
                 if peer != self.rank and peer not in self._gone and self._store.check([f"closed/{peer}"]):
                     self._gone[peer] = json.loads(self._store.get(f"closed/{peer}"))
             return dict(self._gone)
-        except RuntimeError as error:  # the process that holds the store is gone
+        except RuntimeError as error:  # the store's process has exited
             raise self._lost(0, f"the rendezvous store does not answer: {error}") from error
 
     def _close(self) -> None:
-        self._tell_closed()
+        self._report_closed()
         with self._lock:  # boxes and their threads keep the transport, and so the group, alive
             boxes = [*self._outboxes.values(), *self._inboxes.values(), *self._barrier_inboxes.values()]
             self._outboxes, self._inboxes, self._barrier_inboxes = {}, {}, {}
         for box in boxes:
             box.close()
 
-    def _tell_closed(self) -> None:
+    def _report_closed(self) -> None:
         if self._store is None:
             return
         with self._lock:
@@ -147,11 +147,11 @@ class ProcessGroupTransport(BaseTransport):
         try:
             self._store.set(f"closed/{self.rank}", json.dumps({**sent, "barriers": self._barriers_passed}))
             self._store.set("any_closed", "1")
-        except RuntimeError:  # the store went with its process; nobody is left to tell
+        except RuntimeError:  # the store has gone with its process
             pass
 
-    # The barrier goes through rank 0: marks of this generation in, marks out. The store says what messages cannot: who
-    # closed, that somebody gave up, and (for the error's text) who was in.
+    # Every rank sends rank 0 a mark for this generation of the barrier; then rank 0 sends every rank a mark. The store
+    # holds what messages cannot carry: which ranks have closed or given up and, for errors, which have entered.
 
     def _barrier(self, deadline: Deadline) -> None:
         generation, self._barriers = self._barriers, self._barriers + 1
@@ -173,12 +173,12 @@ class ProcessGroupTransport(BaseTransport):
         except TransportError as error:
             self._break_barrier(generation, error)
             raise
-        except RuntimeError as error:  # the store's
+        except RuntimeError as error:  # from the store
             raise self._lost(0, f"the rendezvous store does not answer: {error}") from error
         self._barriers_passed = generation + 1
 
     def _collect(self, inboxes: dict[int, Inbox], generation: int, deadline: Deadline) -> None:
-        """Waits for every peer's mark of this generation; older marks are of barriers that were given up."""
+        """Wait for every peer's mark of this generation; older marks belong to abandoned barriers."""
         waiting = dict(inboxes)
         announced = False
         while waiting:
@@ -198,9 +198,9 @@ class ProcessGroupTransport(BaseTransport):
                 if self._ready(waiting, min(deadline.left(), STORE_GRACE_S)):
                     continue
                 raise
-            for peer, said in closed.items():
-                if said["barriers"] <= generation:  # who passed this one may close before the rest of us see it fill
-                    raise self._lost(peer, "it closed its transport, so the barrier cannot fill")
+            for peer, counts in closed.items():
+                if counts["barriers"] <= generation:  # a peer may close after it has passed this barrier
+                    raise self._lost(peer, "it closed its transport, so the barrier cannot complete")
             self._check_broken(generation)
             if over:
                 raise self._missing(sorted(waiting), generation, deadline)
@@ -208,11 +208,11 @@ class ProcessGroupTransport(BaseTransport):
                 announced = True
                 self._store.set(f"in/{generation}/{self.rank}", "1")
         if announced:
-            with contextlib.suppress(RuntimeError):  # who holds the store may have ended after this barrier
+            with contextlib.suppress(RuntimeError):  # the store's process may have exited after this barrier
                 self._store.delete_key(f"in/{generation}/{self.rank}")
 
     def _ready(self, waiting: dict[int, Inbox], seconds: float) -> list[int]:
-        """Peers of whom something has come, waiting ``seconds`` for the first."""
+        """Peers from which a message has arrived, waiting ``seconds`` for the first."""
         with self._barrier_changed:
             self._barrier_changed.wait_for(lambda: any(box.ready for box in waiting.values()), seconds)
             return [peer for peer, box in waiting.items() if box.ready]
@@ -231,9 +231,9 @@ class ProcessGroupTransport(BaseTransport):
         return self._error(text, "timeout", missing[0])
 
     def _break_barrier(self, generation: int, error: TransportError) -> None:
-        """Tells the others that this generation cannot complete."""
+        """Tell the other ranks that this generation cannot complete."""
         try:
             if not self._store.check([f"broken/{generation}"]):
                 self._store.set(f"broken/{generation}", json.dumps([error.peer, str(error)]))
-        except RuntimeError:  # the store is gone as well; the others see that themselves
+        except RuntimeError:  # the store is gone as well; the others notice that themselves
             pass

@@ -1,4 +1,4 @@
-"""`Ranks`: the one seam over collectives. What ranks exchange goes through `Ranks.exchange`, whatever carries it."""
+"""`Ranks`: the interface for exchanges between ranks, over any network; every call uses `Ranks.exchange`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shoal.comm.ranks.started import Starting
 from shoal.errors import ConfigError, DataError, PeerError
 
 HEAD_WORDS = 8
-"""int64 words that go with every exchange."""
+"""The number of int64 words in the head of every exchange."""
 CALL_WORDS = 4
-"""The first of them say which call it is: where they differ between ranks, nothing is exchanged."""
+"""The number of head words that identify the call; if they differ between ranks, nothing is exchanged."""
 DEFAULT_TIMEOUT_S = 1800.0
-_PLAIN, _GATHER, _BROADCAST, _BARRIER, _SUM, _VALUES = range(-1, -7, -1)  # first words of heads of the calls below
+_PLAIN, _GATHER, _BROADCAST, _BARRIER, _SUM, _VALUES = range(-1, -7, -1)  # first head words of the calls below
 _CALLS = {
     _PLAIN: "all_to_all", _GATHER: "gather_ints", _BROADCAST: "broadcast", _BARRIER: "barrier", _SUM: "sum",
     _VALUES: "gather",
@@ -30,13 +30,13 @@ Heads = list[list[int]]
 
 
 class AllToAll(Protocol):
-    """The least that tables over ranks need: N ranks that exchange parts of flat tensors, all in the same order."""
+    """The minimum for tables over ranks: all-to-all of flat tensors, called in the same order on every rank."""
 
     rank: int
     world_size: int
 
     def all_to_all(self, flat: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int] | None = None) -> Tensor:
-        """Sends ``send_splits[r]`` elements to rank ``r``; what came, rank 0's part first."""
+        """Send ``send_splits[r]`` elements to rank ``r``; returns the received ones, rank 0's part first."""
         ...
 
     def gather_totals(self, value: int) -> list[int]:
@@ -45,27 +45,27 @@ class AllToAll(Protocol):
 
 
 class Ranks(Starting):
-    """Ranks that make the same calls in the same order. A subclass writes `exchange`; all else is made of it.
+    """Ranks that make the same calls in the same order. A subclass implements `exchange`; all other calls use it.
 
-    Every wait ends by ``timeout_s``, with an error that names the ranks that are missing. Calls of several threads do
-    not mix, but their order must be the same on every rank: hold ``turn`` over calls that belong together.
+    Every wait ends within ``timeout_s``, with an error that names the missing ranks. Several threads may make calls,
+    but in the same order on every rank: hold ``turn`` over calls that belong together.
     """
 
     rank: int
     world_size: int
     key: Any = None
-    """Equal for those that are the same ranks over the same connections."""
+    """Equal for objects with the same ranks and connections."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.turn = threading.RLock()
         self.aside: Ranks | None = None
-        """The second channel between the same ranks, once `open_aside` has made one."""
+        """The second channel between the same ranks, once `open_aside` has opened it."""
 
     def open_aside(self) -> Ranks | None:
-        """Opens a second channel between the same ranks, whose calls need not be in order with those of this one.
+        """Open a second channel between the same ranks, whose calls need not be ordered with those of this one.
 
-        All ranks call it together. Returns it, the same every time, or None where there is none.
+        All ranks must call it together. Returns the same channel every time, or None if these ranks cannot have one.
         """
         if self.aside is None:
             self.aside = self._make_aside()
@@ -76,7 +76,7 @@ class Ranks(Starting):
 
     @property
     def current(self) -> Ranks:
-        """The channel of the calling thread: this one, or within `shoal.comm.ranks.aside.aside` the second."""
+        """The calling thread's channel: this one, or the second within `shoal.comm.ranks.aside.aside`."""
         return self.aside if self.aside is not None and is_aside() else self
 
     @abstractmethod
@@ -88,43 +88,41 @@ class Ranks(Starting):
         head: Sequence[int] | None,
         out: Tensor | None = None,
     ) -> tuple[Tensor | None, Heads]:
-        """``send[r]`` elements of ``flat`` go to rank ``r``, and ``recv[r]`` of them are awaited from it.
+        """Send ``send[r]`` elements of ``flat`` to rank ``r``, and receive ``recv[r]`` elements from it.
 
         Args:
-            flat: one tensor for all ranks, the part of rank 0 first.
-            send: elements for each rank.
-            recv: elements awaited from each rank.
-            head: at most `HEAD_WORDS` ints, which every rank gets. None: the ranks have just agreed on call and lengths
-                in another exchange, in the same ``turn``; nothing is checked, and no heads are returned.
-            out: where to put what comes; a new tensor unless given.
+            flat: one tensor for all ranks, rank 0's part first.
+            send: the number of elements for each rank.
+            recv: the number of elements expected from each rank.
+            head: at most `HEAD_WORDS` ints, which every rank receives. None: the ranks have just agreed on call and
+                lengths in another exchange, in the same ``turn``; nothing is checked, and no heads are returned.
+            out: the tensor to receive into; a new one unless given.
 
         Returns:
-            What came, by rank, where ``flat`` is; None if the ranks make different calls (see `CALL_WORDS`) or one sent
-            another number of elements. What they sent is thrown away then, and the next exchange is possible. And the
-            heads of all ranks, padded with zeros.
+            The received elements, by rank, on the device of ``flat``, and the heads of all ranks, padded with zeros.
+            The elements are None if the ranks make different calls (see `CALL_WORDS`) or one sent a different number
+            of elements; they are then discarded, and further exchanges are possible.
         """
 
     def all_to_all(self, flat: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int] | None = None) -> Tensor:
-        """Sends ``send_splits[r]`` elements to rank ``r``; what came, rank 0's part first.
+        """Send ``send_splits[r]`` elements to rank ``r``; returns the received ones, rank 0's part first.
 
-        Without ``recv_splits`` the ranks tell each other how much will come, which takes an exchange of its own.
+        Without ``recv_splits`` an additional exchange tells every rank how much it will receive.
         """
         with self.turn:
             if recv_splits is None:
                 sizes = torch.tensor(send_splits, dtype=torch.int64, device=flat.device)
-                recv_splits = self._told(sizes, [1] * self.world_size, _PLAIN).tolist()
+                recv_splits = self._agreed_exchange(sizes, [1] * self.world_size, _PLAIN).tolist()
             out, heads = self.exchange(flat, send_splits, recv_splits, [_PLAIN])
         self._check(heads, _PLAIN)
         if out is None:
-            raise PeerError(
-                f"rank {self.rank}: another rank sends more or less than the {recv_splits} awaited elements"
-            )
+            raise PeerError(f"rank {self.rank} expects {recv_splits} elements by rank, but one rank sent more or fewer")
         return out
 
     def gather_ints(self, values: Sequence[int]) -> Heads:
-        """Every rank's values, by rank; all give as many."""
+        """Every rank's values, by rank; all must pass the same number of values."""
         mine = torch.tensor(list(values) * self.world_size, dtype=torch.int64, device="cpu")
-        found = self._told(mine, [len(values)] * self.world_size, _GATHER)
+        found = self._agreed_exchange(mine, [len(values)] * self.world_size, _GATHER)
         return found.view(self.world_size, len(values)).tolist()
 
     def gather_totals(self, value: int) -> list[int]:
@@ -132,22 +130,22 @@ class Ranks(Starting):
         return [each for (each,) in self.gather_ints([value])]
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Rank ``root``'s tensor; the others give one of the same shape and type."""
+        """Rank ``root``'s tensor; the others must pass one of the same shape and dtype."""
         n, here = tensor.numel(), self.rank == root
         flat = tensor.reshape(-1).repeat(self.world_size) if here else tensor.new_empty(0)
         send = [n if here else 0] * self.world_size
         recv = [n if rank == root else 0 for rank in range(self.world_size)]
-        return self._told(flat, send, _BROADCAST, recv).view(tensor.shape)
+        return self._agreed_exchange(flat, send, _BROADCAST, recv).view(tensor.shape)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        self._told(torch.empty(0, dtype=torch.uint8, device="cpu"), [0] * self.world_size, _BARRIER)
+        self._agreed_exchange(torch.empty(0, dtype=torch.uint8, device="cpu"), [0] * self.world_size, _BARRIER)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Adds every rank's contiguous tensor, in place and in the order of ranks; all give the same shape and type.
+        """Sum every rank's contiguous tensor, in place, in rank order; all must pass the same shape and dtype.
 
-        Each rank adds one share of the elements and sends the sums to all: two exchanges, whose elements together are
-        twice those of the tensor.
+        Each rank sums one share of the elements and sends the sums to all: two exchanges, each of as many elements as
+        the tensor has.
         """
         if self.world_size == 1:
             return tensor
@@ -155,14 +153,14 @@ class Ranks(Starting):
         shares = [flat.numel() * (r + 1) // w - flat.numel() * r // w for r in range(w)]
         own = shares[self.rank]
         with self.turn:
-            parts = self._told(flat, shares, _SUM, [own] * w, flat.numel()).view(w, own)
+            parts = self._agreed_exchange(flat, shares, _SUM, [own] * w, flat.numel()).view(w, own)
             total = parts[0].clone()
             for part in parts[1:]:
                 total += part
-            flat.copy_(self._told(total.repeat(w), [own] * w, _SUM, shares, flat.numel()))
+            flat.copy_(self._agreed_exchange(total.repeat(w), [own] * w, _SUM, shares, flat.numel()))
         return tensor
 
-    # --- values, which must be JSON ---------------------------------------------------------------------------------
+    # --- JSON values ------------------------------------------------------------------------------------------------
 
     @property
     def first(self) -> bool:
@@ -177,11 +175,11 @@ class Ranks(Starting):
         with self.turn:
             sizes = self.gather_totals(len(raw))
             flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).repeat(self.world_size)
-            came = self._told(flat, [len(raw)] * self.world_size, _VALUES, sizes)
+            came = self._agreed_exchange(flat, [len(raw)] * self.world_size, _VALUES, sizes)
         return [json.loads(part.numpy().tobytes()) for part in came.split(sizes)]
 
     def from_first(self, value: Any) -> Any:
-        """Rank 0's value; what the others give is not looked at."""
+        """Rank 0's value; the values of other ranks are ignored."""
         if self.world_size == 1:
             return value
         raw = bytearray(json.dumps(value if self.first else None).encode())
@@ -193,10 +191,10 @@ class Ranks(Starting):
         return json.loads(came.numpy().tobytes())
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
-        """What ``work``, which must not talk to other ranks, returns on every rank, by rank.
+        """Run ``work``, which must not talk to other ranks, on every rank; returns all results, by rank.
 
-        Where it fails on one rank, all ranks raise: that rank its own error, the others one of the same kind that names
-        the rank.
+        If it fails on one rank, all ranks raise: that rank its own error, the others an error of the same kind that
+        names the rank.
         """
         error: Exception | None = None
         result: Any = None
@@ -214,21 +212,21 @@ class Ranks(Starting):
         return [result for result, _, _ in ended]
 
     def called(self, what: str) -> None:
-        """A call begins: faults that a test has put here happen now."""
+        """Run ``before_call``, at the start of a call."""
         if self.before_call is not None:
             self.before_call(what)
 
     def close(self) -> None:
-        """Ends what this object started; it must not be used any more."""
+        """Release the resources that this object opened; it must not be used afterwards."""
 
-    def _told(
+    def _agreed_exchange(
         self, flat: Tensor, send: Sequence[int], call: int, recv: Sequence[int] | None = None, same: int = 0
     ) -> Tensor:
-        """What came. ``same`` is a number that must be equal on all ranks."""
+        """Exchange, and raise if the ranks disagree. ``same`` is a number that must be equal on all ranks."""
         out, heads = self.exchange(flat, send, send if recv is None else recv, [call, same])
         self._check(heads, call)
         if out is None:
-            raise PeerError(f"rank {self.rank}: another rank calls {_CALLS[call]} with another number of elements")
+            raise PeerError(f"rank {self.rank}: another rank calls {_CALLS[call]} with more or fewer elements")
         return out
 
     def _check(self, heads: Heads, call: int) -> None:
@@ -241,7 +239,7 @@ class Ranks(Starting):
 
 
 class SingleRank(Ranks):
-    """No network: one rank that owns everything."""
+    """A single rank that owns everything, without a network."""
 
     key = "alone"
 
@@ -266,7 +264,7 @@ class SingleRank(Ranks):
 
 
 class Carried(Ranks):
-    """`Ranks` over anything with ``all_to_all``, such as a user's own network. Heads are exchanged first."""
+    """`Ranks` over any object with ``all_to_all``, such as a user's own network. Heads are exchanged first."""
 
     def __init__(self, backend: AllToAll) -> None:
         super().__init__(backend.rank, backend.world_size)
@@ -286,9 +284,9 @@ class Carried(Ranks):
             if head is not None:
                 fronts = torch.tensor([[n, *padded(head)] for n in send], device="cpu")
                 each = [HEAD_WORDS + 1] * self.world_size
-                told = self._backend.all_to_all(fronts.view(-1), each, each).view(self.world_size, -1).tolist()
-                heads = [words for _, *words in told]
-                if not one_call(heads) or [n for n, *_ in told] != list(recv):
+                received = self._backend.all_to_all(fronts.view(-1), each, each).view(self.world_size, -1).tolist()
+                heads = [words for _, *words in received]
+                if not one_call(heads) or [n for n, *_ in received] != list(recv):
                     return None, heads
             came = self._backend.all_to_all(flat, send, recv)
         return came if out is None else out.copy_(came), heads
@@ -300,12 +298,12 @@ def one_call(heads: Heads) -> bool:
 
 
 def as_ranks(backend: AllToAll) -> Ranks:
-    """``backend`` as it is, or carried."""
+    """``backend`` itself if it is a `Ranks`, else wrapped in `Carried`."""
     return backend if isinstance(backend, Ranks) else Carried(backend)
 
 
 def padded(head: Sequence[int]) -> list[int]:
-    """A head of `HEAD_WORDS` words."""
+    """``head`` padded with zeros to `HEAD_WORDS` words."""
     if len(head) > HEAD_WORDS:
         raise ValueError(f"a head must have at most {HEAD_WORDS} words, got {len(head)}")
     return [*head, *[0] * (HEAD_WORDS - len(head))]

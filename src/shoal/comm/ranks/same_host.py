@@ -1,8 +1,8 @@
-"""All-to-all through shared memory, for the ranks of a process group that all run on one machine.
+"""All-to-all through shared memory, for a process group whose ranks all run on one machine.
 
 gloo sends between local ranks through the loopback network. Rings in shared memory move the same bytes with two copies
-in a cache and no system call per piece. ``SHOAL_SHARED_MEMORY=0`` turns them off; where ranks are on several machines,
-or cannot reach each other's memory, the process group is used as it is.
+in cache and no system call per piece. ``SHOAL_SHARED_MEMORY=0`` turns them off. If ranks are on several machines, or
+cannot map each other's memory, the process group's own calls are used.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shoal.errors import ConfigError, DeadlineError, PeerError
 from shoal.switches import switch
 
 RING_BYTES = 1 << 20
-MAX_RANKS = 16  # rings of all pairs take ranks² x 1 MiB once they have been used
+MAX_RANKS = 16  # the rings of all pairs take ranks² x 1 MiB once used
 TICK_S = 0.5
 
 
 class Rings:
-    """The rings of one process group. Calls come in the same order on every rank, from one thread at a time."""
+    """The rings of one process group. All ranks must make the same calls in the same order, one thread at a time."""
 
     def __init__(self, memory: mmap.mmap, rank: int, pids: Sequence[int]) -> None:
         self._memory = memory
@@ -46,10 +46,10 @@ class Rings:
         timeout_s: float,
         gave_up: Callable[[], bool],
     ) -> tuple[bool, list[list[int]]]:
-        """``send[r]`` elements of ``flat`` go to rank ``r``, ``recv[r]`` of it come to ``out``.
+        """Send ``send[r]`` elements of ``flat`` to rank ``r``; receive ``recv[r]`` elements from it in ``out``.
 
-        Whether every rank sent what was awaited, and the heads of all ranks. ``gave_up`` says whether another rank
-        will not come; it is asked while nothing moves.
+        Returns whether every rank sent the expected number, and the heads of all ranks. ``gave_up`` returns
+        whether another rank has given up; it is called while no data moves.
         """
         if self._broken:
             raise PeerError(f"rank {self._rank}: an earlier exchange failed ({self._broken}); start the ranks again")
@@ -57,13 +57,15 @@ class Rings:
         words = np.zeros(HEAD_WORDS, np.int64)
         words[: len(head)] = head
         if send[self._rank] != recv[self._rank]:
-            raise ConfigError(f"rank {self._rank} must give itself what it takes, got {send} and {recv}")
+            raise ConfigError(
+                f"rank {self._rank} must send itself as many elements as it receives, got {send} and {recv}"
+            )
         sent, awaited = [n * size for n in send], [n * size for n in recv]
         try:
             self._native.start(flat.data_ptr(), sent, out.data_ptr(), awaited, words.ctypes.data)
             until = time.monotonic() + timeout_s
             while not self._native.run(TICK_S):
-                self._look(until, timeout_s)
+                self._check_peers(until, timeout_s)
                 if gave_up():
                     raise RuntimeError("another rank gave up")
         except BaseException as error:
@@ -73,12 +75,12 @@ class Rings:
         self._native.heads(heads.ctypes.data)
         return not self._native.differences(), heads.tolist()
 
-    def _look(self, until: float, timeout_s: float) -> None:
-        """Nothing has moved for a tick: is a peer gone that this exchange needs, is it too late?"""
-        gone = [rank for rank in self._native.open() if not _lives(self._pids[rank])]
-        if gone and not self._native.run(0.0):  # what it did before it ended may have come since the last look
+    def _check_peers(self, until: float, timeout_s: float) -> None:
+        """Raise if a peer is lost or the deadline has passed; called after a tick in which no data moved."""
+        gone = [rank for rank in self._native.open() if not _is_alive(self._pids[rank])]
+        if gone and not self._native.run(0.0):  # its last bytes may have arrived since the last check
             for rank in set(gone).intersection(self._native.open()):
-                why = f"rank {rank} (process {self._pids[rank]}) has ended while rank {self._rank} waits for it"
+                why = f"rank {rank} (process {self._pids[rank]}) has exited while rank {self._rank} waits for it"
                 raise PeerError(why, ranks=[rank])
         if time.monotonic() > until:
             missing = sorted(self._native.open())
@@ -89,7 +91,7 @@ class Rings:
             )
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -100,9 +102,9 @@ def _lives(pid: int) -> bool:
 
 
 def open_rings(rank: int, ranks: int, all_gather: Callable[[list[int]], list[list[int]]]) -> Rings | None:
-    """The rings of some ranks, which all of them open together; None where they cannot be.
+    """Open the rings of some ranks, which must all call this together; None if that is not possible.
 
-    ``all_gather`` gives every rank the numbers of all, by rank.
+    ``all_gather`` returns every rank's numbers, by rank.
     """
     if ranks > MAX_RANKS:
         return None
@@ -110,20 +112,21 @@ def open_rings(rank: int, ranks: int, all_gather: Callable[[list[int]], list[lis
     wanted = switch("SHOAL_SHARED_MEMORY", 1) != 0
     fd = _create(total) if rank == 0 and wanted else -1
     try:
-        told = all_gather([_host(), os.getpid(), fd, int(wanted)])
-        same = all(host == told[0][0] and host >= 0 and yes for host, _, _, yes in told) and told[0][2] >= 0
-        memory = _attach(told[0][1], told[0][2], total) if same else None
+        every = all_gather([_host(), os.getpid(), fd, int(wanted)])
+        first_host, first_pid, first_fd, _ = every[0]
+        same = all(host == first_host and host >= 0 and yes for host, _, _, yes in every) and first_fd >= 0
+        memory = _attach(first_pid, first_fd, total) if same else None
         if not all(yes for (yes,) in all_gather([int(memory is not None)])):
             return None
         assert memory is not None
-        return Rings(memory, rank, [pid for _, pid, _, _ in told])
+        return Rings(memory, rank, [pid for _, pid, _, _ in every])
     finally:
         if fd >= 0:
-            os.close(fd)  # everybody has mapped it by now
+            os.close(fd)  # every rank has mapped it by now
 
 
 def _host() -> int:
-    """A number that ranks share when they run on one machine and see each other's processes; -1 where none is known."""
+    """A number that is equal for ranks on one machine that see each other's processes; -1 if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = int(file.read().replace("-", ""), 16)

@@ -1,4 +1,4 @@
-"""Tensors as bytes: the ``TPK1`` format, every field checked before anything is allocated."""
+"""Tensors as bytes in the ``TPK1`` format; every field is checked before anything is allocated."""
 
 import math
 import struct
@@ -43,10 +43,10 @@ def _raw(tensor: Tensor) -> np.ndarray:
 
 
 def serialize_tensors(tensors: Sequence[Tensor]) -> bytes:
-    """The tensors as one message; the payload is copied once.
+    """Serialize tensors into one message; the payload is copied once.
 
-    Any shape up to 8 dimensions and the dtypes of ``DTYPES``; CUDA tensors are read back. NaN payloads and -0.0
-    survive bit for bit.
+    Accepts up to 8 dimensions and the dtypes in ``DTYPES``; CUDA tensors are copied to the host. NaN payloads and -0.0
+    are preserved bit for bit.
 
     Example:
         >>> len(serialize_tensors([torch.tensor([[1.0, -2.0]]), torch.tensor(3.0)]))
@@ -94,11 +94,11 @@ def serialize_tensors(tensors: Sequence[Tensor]) -> bytes:
 
 
 def deserialize_tensors(data: Any, *, max_bytes: int | None = None) -> list[Tensor]:
-    """The tensors of one message, on the CPU, in memory of their own; the payload is copied once.
+    """The tensors in one message, on the CPU, in new memory; the payload is copied once.
 
     Raises:
-        SerializationError: the bytes are not exactly one well-formed message, or its payload passes ``max_bytes``.
-            Nothing of the size that a message claims is allocated before the claim is checked against its length.
+        SerializationError: the bytes are not exactly one well-formed message, or its payload exceeds ``max_bytes``.
+            Sizes in a message are checked against its length before anything is allocated.
     """
     view = memoryview(data)
     if not view.c_contiguous:
@@ -114,7 +114,7 @@ def deserialize_tensors(data: Any, *, max_bytes: int | None = None) -> list[Tens
     start = _aligned(HEAD.size + table_bytes)
     if start + payload_bytes != len(view):
         raise SerializationError(
-            f"message has {len(view)} bytes, its head says {start + payload_bytes}; it is truncated or has a tail"
+            f"message has {len(view)} bytes, but its head says {start + payload_bytes}; it is truncated or too long"
         )
     table = view[HEAD.size : HEAD.size + table_bytes]
     if zlib.crc32(table, zlib.crc32(view[:24])) != crc:
@@ -145,15 +145,15 @@ def _read_table(
         code, ndim, zero, crc = FIXED.unpack_from(table, at)
         at += FIXED.size
         if code >= len(DTYPES) or ndim > MAX_NDIM or zero:
-            raise SerializationError(f"tensor {i} is described with dtype code {code} and {ndim} dimensions")
+            raise SerializationError(f"tensor {i} has an invalid description: dtype code {code}, {ndim} dimensions")
         if at + 8 * (ndim + 2) > len(table):
             raise SerializationError(f"the description of tensor {i} is cut off")
         *shape, offset, nbytes = struct.unpack_from(f"<{ndim + 2}Q", table, at)
         at += 8 * (ndim + 2)
         if math.prod(shape) * DTYPES[code].itemsize != nbytes or math.prod(n or 1 for n in shape) >> 60:
-            raise SerializationError(f"tensor {i} of shape {tuple(shape)} cannot take {nbytes} bytes")
+            raise SerializationError(f"tensor {i} of shape {tuple(shape)} cannot have {nbytes} bytes")
         if offset != _aligned(end) or offset + nbytes > payload_bytes:
-            raise SerializationError(f"tensor {i} is at {offset}..{offset + nbytes}, overlapping or outside")
+            raise SerializationError(f"tensor {i} is at wrong or overlapping bytes {offset}..{offset + nbytes}")
         end = offset + nbytes
         plan.append((DTYPES[code], tuple(shape), offset, nbytes, crc))
     if at != len(table):

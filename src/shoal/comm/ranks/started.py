@@ -1,4 +1,4 @@
-"""Collectives that are started first and awaited later, as backends have them; here they are made of an exchange."""
+"""Asynchronous collectives: started first, awaited later; the defaults here use `Ranks.exchange`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Op = Literal["sum", "min", "max"]
 
 
 class Started(Protocol):
-    """A collective under way."""
+    """A started collective."""
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when it is over; raises within ``timeout_s`` (that of the ranks) and names who is missing."""
+        """Wait for completion; raises after ``timeout_s`` (default: that of the ranks) and names missing ranks."""
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """The same for code that must not wait."""
+        """A future for its completion, for code that must not block."""
         ...
 
 
 class Done:
-    """A collective that was over when its call returned."""
+    """A collective that was complete when its call returned."""
 
     def wait(self, timeout_s: float | None = None) -> None:
         pass
@@ -36,15 +36,15 @@ class Done:
 
 
 class Starting(ABC):
-    """The calls. All ranks make them in the same order, with tensors of the same shape and type.
+    """The asynchronous calls. All ranks must make them in the same order, with tensors of the same shape and dtype.
 
-    Where a backend has a collective of its own a subclass starts that one; here each call is over when it returns.
+    Here each call is complete when it returns; a subclass starts its backend's own collective instead.
     """
 
     rank: int
     world_size: int
     before_call: Callable[[str], None] | None = None
-    """Called with the name of every call before it talks to other ranks: where tests put faults."""
+    """Called with the name of every call before it talks to other ranks; tests inject faults here."""
 
     @abstractmethod
     def all_to_all(self, flat: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int] | None = None) -> Tensor:
@@ -59,11 +59,11 @@ class Starting(ABC):
         """See `Ranks`."""
 
     def on_wire(self, tensor: Tensor) -> Tensor:
-        """``tensor`` where the calls below can read and write it."""
+        """``tensor`` on a device where the calls below can read and write it."""
         return tensor
 
     def start_reduce(self, tensor: Tensor, op: Op = "sum") -> Started:
-        """Reduces over ranks, in place."""
+        """Reduce over ranks, in place."""
         if op == "sum":
             self.sum(tensor)
             return Done()
@@ -74,23 +74,23 @@ class Starting(ABC):
         return Done()
 
     def start_gather(self, everyone: Tensor, mine: Tensor) -> Started:
-        """Every rank's tensor into ``everyone``, by rank."""
+        """Gather every rank's tensor into ``everyone``, by rank."""
         each = [mine.numel()] * self.world_size
         everyone.copy_(self.all_to_all(mine.reshape(-1).repeat(self.world_size), each, each).view_as(everyone))
         return Done()
 
     def start_scatter(self, share: Tensor, flat: Tensor) -> Started:
-        """The sum over ranks of one share of ``flat`` per rank, this rank's into ``share``."""
+        """Reduce-scatter: sum ``flat`` over ranks; this rank's share of the sum goes into ``share``."""
         share.copy_(self.sum(flat.clone()).view(self.world_size, -1)[self.rank].view_as(share))
         return Done()
 
     def start_broadcast(self, tensor: Tensor, root: int) -> Started:
-        """Rank ``root``'s tensor, in place."""
+        """Broadcast rank ``root``'s tensor, in place."""
         tensor.copy_(self.broadcast(tensor, root))
         return Done()
 
     def gather_to(self, root: int, mine: Tensor, parts: list[Tensor] | None) -> None:
-        """Every rank's tensor into ``parts`` of rank ``root``; the others give None."""
+        """Gather every rank's tensor into ``parts`` on rank ``root``; the others pass None."""
         n = mine.numel()
         send = [n if rank == root else 0 for rank in range(self.world_size)]
         recv = [n if parts is not None else 0] * self.world_size

@@ -10,7 +10,7 @@ from shoal.comm.launch.launch_env import env_int
 
 
 class Telemetry:
-    """Count, mean and standard deviation of each name, in one pass."""
+    """Count, mean and standard deviation per name, updated incrementally."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

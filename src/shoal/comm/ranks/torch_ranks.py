@@ -23,7 +23,7 @@ from shoal.errors import ConfigError, DeadlineError, PeerError, ShoalError
 
 TAG = 0x5344
 START_TIMEOUT_S = 600.0
-FRONT_WORDS = 64  # the length of a message, its head, and all of it if it is short
+FRONT_WORDS = 64  # a message's length and head, and all of its data if it is short
 INLINE_BYTES = 8 * (FRONT_WORDS - 1 - HEAD_WORDS)
 
 _rings: weakref.WeakKeyDictionary[Any, Rings | None] = weakref.WeakKeyDictionary()
@@ -31,12 +31,11 @@ _ranks: weakref.WeakValueDictionary[int, ProcessGroup] = weakref.WeakValueDictio
 
 
 class ProcessGroup(Backend):
-    """A torch process group (the default one unless given): gloo or NCCL, as it was started.
+    """`Ranks` over a torch process group (the default one unless given), on gloo or NCCL.
 
-    CPU tensors of gloo's ranks on one machine go through shared memory (`shoal.comm.ranks.same_host`), and between
-    machines as messages. Tensors may be on any device: what the group cannot send from where it is is copied to where
-    it can (NCCL takes the current GPU's memory, gloo the host's), and what came is copied to the device of what was
-    sent.
+    With gloo, CPU tensors go through shared memory on one machine (`shoal.comm.ranks.same_host`) and as messages
+    between machines. Tensors may be on any device: they are copied to a device from which the group can send (NCCL: the
+    current GPU, gloo: the host), and the results are copied back to the device of the input.
     """
 
     def __init__(self, group: collectives.Group = None) -> None:
@@ -52,12 +51,12 @@ class ProcessGroup(Backend):
         return made
 
     def notice_lost(self, after_s: float) -> None:
-        """From now on a rank that is silent for so long, frozen or out of reach, ends the waits for it; 0: never. All
-        ranks call it together."""
+        """Fail waits for a rank that is frozen or unreachable for ``after_s`` seconds; 0: never. All ranks must call it
+        together."""
         store = collectives.another_connection(self.key)
         if after_s and self.world_size > 1 and store is not None and self.watch.pulse is None:
             pulse = Pulse(store, self.rank, self.world_size, lost_after_s=after_s, leaves=restarts_allowed())
-            self.barrier()  # every rank's count is in the store now
+            self.barrier()  # every rank's count is now in the store
             self._pulse = self.watch.pulse = pulse.start()
 
     def close(self) -> None:
@@ -99,7 +98,7 @@ class ProcessGroup(Backend):
     def _carry(
         self, out: Tensor, flat: Tensor, recv: Sequence[int], send: Sequence[int], head: list[int] | None
     ) -> tuple[bool, Heads]:
-        """Fills ``out``; whether all lengths were those awaited, and the heads."""
+        """Fill ``out``; returns whether all lengths were as expected, and the heads."""
         if self.world_size == 1:
             if list(send) == list(recv):
                 out.copy_(flat)
@@ -114,9 +113,9 @@ class ProcessGroup(Backend):
             collectives.all_to_all(out, flat, recv, send, self.group)
             return True, []
         fronts = torch.tensor([[n, *head] for n in send], device=flat.device)
-        told = torch.empty_like(fronts)
-        collectives.all_to_all(told, fronts, group=self.group)
-        words = told.tolist()
+        received = torch.empty_like(fronts)
+        collectives.all_to_all(received, fronts, group=self.group)
+        words = received.tolist()
         heads = [head for _, *head in words]
         same = [n for n, *_ in words] == list(recv)
         if same and one_call(heads):
@@ -124,7 +123,7 @@ class ProcessGroup(Backend):
         return same, heads
 
     def _rings_of(self) -> Rings | None:
-        """The rings of this group, made by the first exchange, which all of its ranks make together."""
+        """This group's rings, which all ranks open in the first exchange; None if they cannot."""
         if self.key not in _rings:
             _rings[self.key] = open_rings(self.rank, self.world_size, self._all_gather)
         return _rings[self.key]
@@ -138,7 +137,7 @@ class ProcessGroup(Backend):
     def _by_messages(
         self, out: Tensor, flat: Tensor, recv: Sequence[int], send: Sequence[int], head: list[int]
     ) -> tuple[bool, Heads]:
-        """gloo's point-to-point calls: a front that says what comes, then what comes unless it was in the front."""
+        """Exchange by gloo's point-to-point calls: first lengths, heads and short data, then longer data."""
         size = flat.element_size()
         given, taken = (raw.view(torch.uint8).split([n * size for n in counts]) for raw, counts in
                         ((flat, send), (out, recv)))  # fmt: skip
@@ -160,11 +159,11 @@ class ProcessGroup(Backend):
         asked = {peer: self.key.recv([fronts[1, peer]], peer, TAG) for peer in peers}
         self._finish(asked, until)
         fronts[1, self.rank, : 1 + HEAD_WORDS] = torch.tensor([given[self.rank].numel(), *head], device="cpu")
-        told = fronts[1, :, : 1 + HEAD_WORDS].tolist()
+        received = fronts[1, :, : 1 + HEAD_WORDS].tolist()
         asked = {}
         kept = []
         for peer in peers:
-            length, awaited = told[peer][0], taken[peer].numel()
+            length, awaited = received[peer][0], taken[peer].numel()
             to = taken[peer] if length == awaited else torch.empty(length, dtype=torch.uint8, device="cpu")
             kept.append(to)
             if length <= INLINE_BYTES:
@@ -172,43 +171,41 @@ class ProcessGroup(Backend):
             else:
                 asked[peer] = self.key.recv([to], peer, TAG)
         self._finish(asked, until)
-        self._finish(dict(enumerate(works)), until, "take")
-        same = all(told[rank][0] == taken[rank].numel() for rank in range(self.world_size))
-        return same, [words for _, *words in told]
+        self._finish(dict(enumerate(works)), until, sending=True)
+        same = all(received[rank][0] == taken[rank].numel() for rank in range(self.world_size))
+        return same, [words for _, *words in received]
 
-    def _finish(self, works: dict[int, Any], until: float, what: str = "come") -> None:
+    def _finish(self, works: dict[int, Any], until: float, *, sending: bool = False) -> None:
         for peer, work in works.items():
             try:
                 work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
             except RuntimeError as error:
-                if (
-                    time.monotonic() < until and "timed out" not in str(error).lower()
-                ):  # gloo counts in ms, rounded down
+                if time.monotonic() < until and "timed out" not in str(error).lower():  # gloo rounds down to ms
                     raise PeerError(f"rank {self.rank}: the connection to another rank failed ({error})") from error
-                missing = sorted(p for p, w in works.items() if p == peer or not w.is_completed())
-                named = f"of rank(s) {missing} " if what == "come" else ""
+                missing = [] if sending else sorted(p for p, w in works.items() if p == peer or not w.is_completed())
+                what = "the other ranks to receive its data" if sending else f"data from rank(s) {missing}"
                 raise DeadlineError(
-                    f"rank {self.rank} waited {self.timeout_s:g} s for what did not {what} {named}in an exchange; see "
-                    "the other ranks, or raise the process group's timeout",
-                    ranks=missing if what == "come" else (),
+                    f"rank {self.rank} waited {self.timeout_s:g} s for {what} in an exchange; see the other ranks' "
+                    "logs, or raise the process group's timeout",
+                    ranks=missing,
                 ) from error
 
 
 def default_ranks(group: Any = None) -> Ranks:
-    """The process group where there is one, else a single rank; the same object for the same group."""
+    """The process group if there is one, else a single rank; the same object for the same group."""
     key = collectives.group_of(group)
     if key is None:
         return SingleRank()
-    found = _ranks.get(id(key))  # it keeps its group, so that this number is not another group's by now
+    found = _ranks.get(id(key))  # it keeps its group alive, so this id cannot belong to another group
     if found is None:
         found = _ranks[id(key)] = ProcessGroup(group)
     return found
 
 
 def start_ranks(timeout_s: float = START_TIMEOUT_S) -> Ranks:
-    """The ranks that ``torchrun`` or ``shoal launch`` started, on gloo unless there is a process group already.
+    """Join the ranks that ``torchrun`` or ``shoal launch`` started, on gloo unless a process group exists already.
 
-    A process that was started alone is a single rank. ``close()`` ends the process group that this call started.
+    A process without a launcher is a single rank. ``close()`` ends the process group that this call started.
     """
     if collectives.is_started():
         return default_ranks()
@@ -225,7 +222,7 @@ def start_ranks(timeout_s: float = START_TIMEOUT_S) -> Ranks:
 
 @contextmanager
 def naming_lost_ranks(rank: int) -> Iterator[None]:
-    """An error of the process group because another rank went away becomes a `PeerError` that says so."""
+    """Turn a process group error caused by a lost rank into a `PeerError` that says so."""
     try:
         yield
     except RuntimeError as error:
@@ -233,6 +230,6 @@ def naming_lost_ranks(rank: int) -> Iterator[None]:
             raise
         why = str(error).strip().splitlines()[0].partition("] ")[2].partition(". ")[0]
         raise PeerError(
-            f"rank {rank}: the connection to another rank is lost ({why or error}); see the log of the rank that ended "
-            "first"
+            f"rank {rank}: the connection to another rank is lost ({why or error}); see the log of the rank that "
+            "exited first"
         ) from error

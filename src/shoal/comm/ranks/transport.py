@@ -1,4 +1,4 @@
-"""The byte layer: what a transport promises, and the bookkeeping that the library's own transports share."""
+"""The `Transport` interface for byte messages, and the bookkeeping that the library's transports share."""
 
 import math
 import threading
@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.errors import ConfigError, TransportError
 
-Buffer = Any  # bytes, bytearray, memoryview, array: whatever memoryview() takes
+Buffer = Any  # anything memoryview() accepts: bytes, bytearray, memoryview, array
 
 DEFAULT_TIMEOUT_S = 300.0
 MAX_MESSAGE_BYTES = 4 << 30
@@ -20,9 +20,8 @@ MAX_MESSAGE_BYTES = 4 << 30
 class Transport(ABC):
     """Complete messages between ranks, in order per pair.
 
-    A subclass sets ``rank`` and ``world_size`` and writes the four methods; every algorithm of the library then runs
-    on it, and calls nothing else. ``collectives`` is True where a process group (its ``group``) or MPI can do the same
-    work faster.
+    A subclass sets ``rank`` and ``world_size`` and implements the four methods; the library's algorithms need nothing
+    else. ``collectives`` is True if a process group (its ``group``) or MPI can do the same work faster.
     """
 
     rank: int
@@ -31,7 +30,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, dest: int, data: Buffer) -> None:
-        """Sends one message; returns when ``data`` may be reused."""
+        """Send one message; returns when ``data`` may be reused."""
 
     @abstractmethod
     def recv(self, src: int, timeout: float | None = None) -> bytes:
@@ -43,11 +42,11 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends this rank's use; messages already sent are still delivered."""
+        """Close this rank's transport; messages already sent are still delivered."""
 
 
 class Deadline:
-    """A moment on the monotonic clock, asked for what is left of it."""
+    """A point in time on the monotonic clock, and the time left until it."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -92,7 +91,7 @@ class BaseTransport(Transport):
         self._check(dest, "send to")
         if view.nbytes > self.max_message_bytes:
             raise self._error(
-                f"a message of {view.nbytes} bytes to rank {dest} passes max_message_bytes={self.max_message_bytes}; "
+                f"a message of {view.nbytes} bytes to rank {dest} exceeds max_message_bytes={self.max_message_bytes}; "
                 "send it in parts or raise the limit on both ranks",
                 "too_large",
                 dest,
@@ -118,7 +117,7 @@ class BaseTransport(Transport):
         with self._lock:
             if self._in_barrier:
                 raise self._error(
-                    "only one thread of a rank must be in the barrier at a time, got two", "protocol", self.rank
+                    "only one thread of a rank may be in the barrier at a time, got two", "protocol", self.rank
                 )
             self._in_barrier = True
         try:
@@ -165,7 +164,7 @@ class BaseTransport(Transport):
         return TransportError(f"{type(self).__name__} of rank {self.rank}: {text}", kind=kind, peer=peer)
 
     def _closed_error(self) -> TransportError:
-        return self._error("it was closed here; make a new transport", "closed", self.rank)
+        return self._error("it was closed on this rank; make a new transport", "closed", self.rank)
 
     def _lost(self, peer: int, why: str) -> TransportError:
         return self._error(f"rank {peer} is gone ({why}); see its log", "peer_lost", peer)
@@ -181,7 +180,7 @@ class BaseTransport(Transport):
         if length > self.max_message_bytes:
             raise self._error(
                 f"rank {src} announced a message of {length} bytes, more than max_message_bytes="
-                f"{self.max_message_bytes}; raise the limit if that is right",
+                f"{self.max_message_bytes}; raise the limit if that is expected",
                 "too_large",
                 src,
             )
@@ -190,7 +189,7 @@ class BaseTransport(Transport):
     def _only_receiver(self, src: int) -> Iterator[None]:
         with self._lock:
             if src in self._receiving:
-                raise self._error(f"two threads receive from rank {src} at once; give it one reader", "protocol", src)
+                raise self._error(f"only one thread may receive from rank {src} at a time, got two", "protocol", src)
             self._receiving.add(src)
         try:
             yield

@@ -1,4 +1,4 @@
-"""`Watch`: waits for started collectives, with a deadline and the names of the ranks that are missing."""
+"""`Watch`: waits for started collectives, with a deadline and errors that name the missing ranks."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from shoal.metrics import emit_counter
 SLICE_S = 0.2
 _SLICE, _NOTHING = timedelta(seconds=SLICE_S), nullcontext()
 ROLL_CALL_S = 3.0
-"""The most that a failed collective waits to hear who else is alive."""
+"""How long a failed collective waits, at most, for other ranks to report that they are alive."""
 _FAILED = "failed"
 _abandoned: list[Any] = []
-"""Groups that failed. Ending one waits for its operations, with the interpreter locked; those end by their timeout."""
+"""Failed groups, kept alive: destroying one blocks, with the GIL held, until its operations time out."""
 
 
 class Watch:
-    """What the ranks of one group say of themselves in its store when a collective fails.
+    """Reports of one group's ranks, in its store, when a collective fails.
 
-    A rank whose collective fails says that it lives, and that it gave up; whoever still waits sees that, and does the
-    same. Ranks that say nothing are missing. Failures are counted as ``ranks_failed_collectives``.
+    A rank whose collective fails reports that it is alive and has given up; ranks that still wait see that and do the
+    same. Ranks that report nothing are missing. Failures are counted as ``ranks_failed_collectives``.
     """
 
     def __init__(self, group: Any, store: Any, rank: int, world_size: int) -> None:
         self._group = weakref.ref(group)
         self.store, self.rank, self.world_size = store, rank, world_size
         self.broken = ""
-        """Why this group cannot be used any more."""
+        """Why this group can no longer be used; "" while it can."""
         self.missing: list[int] = []
         """Ranks that did not answer."""
         self.pulse: Pulse | None = None
-        """Who notices ranks that are frozen or out of reach."""
+        """Detects ranks that are frozen or unreachable."""
 
     def start(self, what: str, begin: Callable[[], Any]) -> Any:
-        """The handle of a collective that ``begin`` starts."""
+        """Start a collective with ``begin`` and return its handle."""
         self.check()
         with self.naming(what):
             return begin()
 
     def check(self) -> None:
-        """Raises where an earlier collective failed, or ranks are lost."""
+        """Raise if an earlier collective failed, or ranks are lost."""
         if not self.broken and self.pulse is not None and self.pulse.lost:
             self.broken, self.missing = self.pulse.why, list(self.pulse.lost)
         if self.broken:
@@ -55,10 +55,10 @@ class Watch:
             raise PeerError(text, ranks=self.missing)
 
     def wait(self, what: str, work: Any, timeout_s: float, *, sliced: bool = True) -> None:
-        """Waits for a started collective; its wait ends in time for the roll call to fit into ``timeout_s``.
+        """Wait for a started collective, leaving enough of ``timeout_s`` for the roll call.
 
-        ``sliced`` waits look between slices whether another rank has given up: that one may be the only rank that can
-        tell. A point-to-point wait cannot be sliced, since its timeout breaks the connection.
+        A ``sliced`` wait checks between slices whether another rank has given up, because only that rank may have
+        noticed the failure. A point-to-point wait cannot be sliced, because its timeout breaks the connection.
         """
         begin = time.monotonic()
         end = begin + max(timeout_s - min(2.0, timeout_s / 4), 0.05)
@@ -71,7 +71,7 @@ class Watch:
                         work.wait(limit)
                     return
                 except RuntimeError:
-                    if sliced and work.is_completed():  # it failed, or it ended just after the slice did
+                    if sliced and work.is_completed():  # it failed, or completed just after the slice ended
                         work.wait()
                         return
                     if not sliced or time.monotonic() >= end:
@@ -85,7 +85,7 @@ class Watch:
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:
-        """An error of the process group inside becomes one that names the ranks that are missing."""
+        """Turn a process group error in the enclosed code into one that names the missing ranks."""
         try:
             with self._inside():
                 yield
@@ -98,10 +98,10 @@ class Watch:
         return _NOTHING if self.pulse is None else self.pulse.inside()
 
     def failed(self, what: str, error: Exception, until: float, *, waited_s: float | None = None) -> Exception:
-        """The error to raise, after a roll call that ends at ``until``; the group is broken from now on."""
+        """Mark the group as broken and return the error to raise, after a roll call that ends at ``until``."""
         self.missing = missing = self.roll_call(until)
         why = re.sub(r"\s+", " ", str(error)).partition(". ")[0][:200]
-        who = f"rank(s) {missing} did not answer; see their logs" if missing else "all ranks answer; see their logs"
+        who = f"rank(s) {missing} did not answer; see their logs" if missing else "all ranks answered; see their logs"
         kind: type[DeadlineError | PeerError] = PeerError
         text = f"rank {self.rank}: {what} failed ({why}); {who}"
         if waited_s is not None or re.search(r"time[d ]*.?out", why, re.IGNORECASE):
@@ -114,7 +114,7 @@ class Watch:
         return raised
 
     def roll_call(self, until: float) -> list[int]:
-        """Says that this rank lives, wakes those who wait for it, and lists who did not say so by ``until``."""
+        """Report that this rank is alive, wake ranks that wait for it, and list ranks not heard from by ``until``."""
         if not self.broken:
             _abandoned.append(self._group())
         self.broken = self.broken or "this rank gave up"
@@ -131,21 +131,21 @@ class Watch:
                     break
                 time.sleep(0.02)
             return others
-        except RuntimeError:  # the store went down with the rank that served it
+        except RuntimeError:  # the store is gone with the rank that served it
             return [0] if self.rank != 0 else others
 
     def answer(self) -> bool:
-        """Whether another rank gave up. This one, busy with other things, then says in the roll call that it lives."""
+        """Whether another rank gave up; if so, report that this one is alive."""
         if self.broken or not self.another_gave_up():
             return False
         try:
             self.store.set(_alive(self.rank), b"1")
-        except RuntimeError:  # the store went down: the next collective will tell
+        except RuntimeError:  # the store is gone: the next collective will fail
             return False
         return True
 
     def another_gave_up(self) -> bool:
-        """Whether a rank said so, or is lost."""
+        """Whether a rank reported that it gave up, or is lost."""
         if self.pulse is not None and self.pulse.lost:
             return True
         try:

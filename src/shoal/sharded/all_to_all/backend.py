@@ -1,4 +1,4 @@
-"""The ranks that synchronous tables talk to, under the names that `shoal.sharded` exports."""
+"""The communication backends of synchronous tables, under the names that `shoal.sharded` exports."""
 
 from shoal.comm.ranks.ranks import AllToAll, SingleRank
 from shoal.comm.ranks.torch_ranks import ProcessGroup, default_ranks

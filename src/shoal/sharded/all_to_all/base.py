@@ -1,10 +1,10 @@
-"""`RankGroup`: what groups of tables over ranks have in common, however their rows are spread."""
+"""`RankGroup`: the base class of groups of tables over ranks, however their rows are spread."""
 
 from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,16 +17,16 @@ from shoal.table.protocol import Features, Found, Missing, Part, Step, Traits
 
 MISSING = {"zeros": 1, "initial": 2}
 _RECENT = 16
-TOLD = "The other ranks were told that this rank refused its part."
+_REPORTED = "The other ranks were notified that this rank refused its part."
 
 
 class RankGroup:
     """Tables of one ``dim`` over the same ranks.
 
-    A subclass writes ``find_steps``, ``rows_steps``, ``pooled_steps`` and ``update_steps``, which say what they
-    exchange. Every rank makes every call, also one without ids. Each exchange carries the number of its find and the
-    names of the tables: ranks in different calls raise, all of them, before anything was changed. So they do when one
-    of them refuses its input.
+    A subclass implements ``find_steps``, ``rows_steps``, ``pooled_steps`` and ``update_steps``, which yield their
+    exchanges. Every rank must make every call, even without ids. Each exchange carries the number of its find and the
+    names of the tables: if ranks are in different calls, or one of them refuses its input, all of them raise before
+    anything has changed.
     """
 
     def __init__(self, tables: tuple[Any, ...], device: torch.device, trains: bool, **traits: Any) -> None:
@@ -44,10 +44,10 @@ class RankGroup:
             shares=("ranks", self.exchange.main.key), **traits,
         )  # fmt: skip
 
-    # --- the calls of a group, alone and together ---------------------------------------------------------------------
+    # --- the calls of a group, and calls in shared exchanges ----------------------------------------------------------
 
     def together(self, calls: Sequence[Steps[Any]]) -> list[Any]:
-        """The results of calls of this group and of others with the same ``traits.shares``, in shared exchanges."""
+        """Run calls of this group, and of others with the same ``traits.shares``, in shared exchanges."""
         return run(self.exchange, calls)
 
     def find(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Found:
@@ -70,7 +70,7 @@ class RankGroup:
         self.together([self.pooled_steps(found, features, offsets, weights, out, missing=missing, marks=marks)])
 
     def update(self, parts: Sequence[Part], *, step: Step, each: Literal["sum", "occurrence"] = "sum") -> None:
-        """One step per rank and distinct id. ``each`` must be "sum": an id is sent once for all of its occurrences."""
+        """Make one step per rank and distinct id. ``each`` must be "sum": each distinct id is sent once."""
         self.together([self.update_steps(parts, step=step, each=each)])
 
     def find_steps(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Steps[Found]:
@@ -97,10 +97,10 @@ class RankGroup:
     ) -> Steps[None]:
         raise NotImplementedError
 
-    # --- what finds learned -------------------------------------------------------------------------------------------
+    # --- plans of recent finds ----------------------------------------------------------------------------------------
 
     def remember(self, packed: Tensor, plan: Any) -> Tensor:
-        """Keeps what a find packed, by the address of that, until some finds later; ``plan`` has its ``number``."""
+        """Keep the plan of a find during the next few finds, under the address of ``packed``; returns ``packed``."""
         with self._remembering:
             self._recent[packed.data_ptr()] = plan
             while len(self._recent) > _RECENT:
@@ -108,7 +108,7 @@ class RankGroup:
         return packed
 
     def recall(self, found: Found) -> Any:
-        """What `remember` kept of a find; None if it has to be unpacked."""
+        """The plan of a find that `remember` kept; None if it must be unpacked."""
         plan = self._recent.get(found.came.data_ptr())
         if plan is None or found.came.numel() < 2 or int(found.came[1]) != plan.number:
             return None
@@ -117,23 +117,23 @@ class RankGroup:
     # --- refusing -----------------------------------------------------------------------------------------------------
 
     def refused(self, error: Exception) -> Exception:
-        """``error``, to be raised in place of a `find`, once the other ranks, which are in theirs, have been told.
+        """Report to the other ranks, which are in a `find`, that this rank failed; returns ``error``, to be raised.
 
-        One that they know of already, since it came from them or from a call of this group, is not told again.
+        An error from another rank or from a call of this group is not reported again: the other ranks know of it.
         """
-        if isinstance(error, PeerError | DeadlineError) or TOLD in getattr(error, "__notes__", ()):
+        if isinstance(error, PeerError | DeadlineError) or _REPORTED in getattr(error, "__notes__", ()):
             return error
-        error.add_note(TOLD)
         call = Call(FIND, self.tables[0].next_find(), self.names, MISSING["zeros"], True)
+        reported(error)
 
-        def tell() -> Steps[None]:
+        def report() -> Steps[None]:
             yield self.counts(call, None)
 
-        self.together([tell()])
+        self.together([report()])
         return error
 
-    def counts(self, call: Call, told: Any) -> Send:
-        """The first exchange of a find; ``told`` None: this rank refuses."""
+    def counts(self, call: Call, mine: Any) -> Send:
+        """The first exchange of a find; ``mine`` holds this rank's counts, None if it refuses."""
         raise NotImplementedError
 
     # --- checks -------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class RankGroup:
         return ", ".join(map(repr, self.names))
 
     def sizes(self, ids: Tensor, counts: Tensor, features: Features) -> list[int]:
-        """Ids of each feature, checked."""
+        """The number of ids of each feature, checked."""
         if ids.dtype != torch.int64 or ids.dim() != 1:
             raise ConfigError(f"tables {self.named()}: ids must be int64 [N], got {ids.dtype} {list(ids.shape)}")
         sizes = Found(ids, counts, ids, ids).sizes(features)
@@ -155,6 +155,14 @@ class RankGroup:
             raise ConfigError(f"tables {self.named()}: features must read tables 0..{len(self.tables) - 1}")
         return sizes
 
+    def by_find(self, parts: Sequence[Part], plan_of: Callable[[Part], Any]) -> list[tuple[Any, list[Part]]]:
+        """The plan and the parts of each find, in the order of finds."""
+        found: dict[int, tuple[Any, list[Part]]] = {}
+        for part in parts:
+            plan = plan_of(part)
+            found.setdefault(plan.number, (plan, []))[1].append(part)
+        return [found[number] for number in sorted(found)]
+
     def check_update(self, each: str) -> None:
         if each != "sum":
             raise ConfigError(
@@ -162,21 +170,27 @@ class RankGroup:
                 f"distinct id; got {each!r}"
             )
         if not self.traits.trains:
-            raise ConfigError(f"tables {self.named()}: serving tables take no gradients")
+            raise ConfigError(f"tables {self.named()}: serving tables cannot be updated")
 
     def check_finite(self, values: Tensor, tables: Sequence[int]) -> None:
-        """Refuses NaN and infinity for tables that do, before any rank has changed anything."""
+        """Raise for NaN and infinity in tables that refuse them, before any rank has changed anything."""
         strict = [k for k in tables if getattr(self.tables[k].table, "on_bad_gradient", "ignore") == "raise"]
         if not strict or values.numel() == 0 or bool(torch.isfinite(values.sum())):
             return
         if not bool(torch.isfinite(values).all()):
             named = ", ".join(repr(self.names[k]) for k in strict)
             raise ConfigError(
-                f"table {named}: a gradient holds NaN or infinity; nothing was applied, on any rank. Clip it, or "
+                f"table {named}: a gradient holds NaN or infinity; nothing was applied on any rank. Clip it, or "
                 "set on_bad_gradient='skip'"
             )
 
 
-def told_numbers(numbers: Sequence[Any]) -> int:
-    """What else must be equal on all ranks, as one number; 0 where there is nothing."""
+def reported(error: Exception) -> Exception:
+    """``error`` with the note that the other ranks know of it."""
+    error.add_note(_REPORTED)
+    return error
+
+
+def checksum(numbers: Sequence[Any]) -> int:
+    """One number for the other values that must be equal on all ranks; 0 if there are none."""
     return zlib.crc32(repr(list(numbers)).encode()) if numbers else 0

@@ -20,16 +20,16 @@ _NAME_BYTES = 24
 
 @dataclass(frozen=True)
 class Call:
-    """Which exchange this is, as it is told to the other ranks; all ranks must be in the same one."""
+    """The identity of an exchange, sent to the other ranks; all ranks must be in the same one."""
 
     kind: int
     number: int
     names: tuple[str, ...]
-    """Of the tables."""
+    """The names of the tables."""
     detail: int = 0
-    """What else must be equal on all ranks."""
+    """The other values that must be equal on all ranks, as one number."""
     failed: bool = False
-    """This rank cannot do its part; the others are told, since they would wait otherwise."""
+    """Whether this rank cannot do its part. The others learn it from this exchange and do not wait."""
 
     def head(self) -> list[int]:
         joined = "\0".join(self.names).encode()
@@ -38,23 +38,24 @@ class Call:
         return [self.kind, self.number, zlib.crc32(joined), self.detail, int(self.failed), *words]
 
     def check(self, heads: Heads, rank: int) -> None:
-        """Raises unless every rank is in this exchange and can do its part."""
+        """Raise unless every rank is in this exchange and can do its part."""
         mine = heads[rank]
         failed = [r for r, head in enumerate(heads) if head[4] and r != rank]
         if failed and not self.failed:
             raise PeerError(
-                f"rank {rank}, {_told(mine)}: rank(s) {failed} refused their part; see their logs. Nothing was changed"
+                f"rank {rank}, {_describe(mine)}: rank(s) {failed} refused their part; see their logs. Nothing was "
+                "changed"
             )
         other = [r for r, head in enumerate(heads) if head[:4] != mine[:4]]
         if other and not self.failed:
-            theirs = "; ".join(f"rank {r} is in {_told(heads[r])}" for r in other[:4])
+            theirs = "; ".join(f"rank {r} is in {_describe(heads[r])}" for r in other[:4])
             raise PeerError(
-                f"rank {rank} is in {_told(mine)}, but {theirs}. All ranks must make the same calls in the same order, "
-                "with the same arguments but for ids and gradients; nothing was changed"
+                f"rank {rank} is in {_describe(mine)}, but {theirs}. All ranks must make the same calls in the same "
+                "order, with the same arguments except ids and gradients; nothing was changed"
             )
 
 
-def _told(head: Sequence[int]) -> str:
+def _describe(head: Sequence[int]) -> str:
     kind, number, _, detail, _, *words = head
     name = b"".join(word.to_bytes(8, "little", signed=True) for word in words).rstrip(b"\0").decode(errors="replace")
     more = f" [{detail}]" if detail else ""
@@ -62,10 +63,10 @@ def _told(head: Sequence[int]) -> str:
 
 
 class Exchange:
-    """The exchanges of a step, between a rank's tables and all ranks.
+    """The exchanges of a step between a rank's tables and all ranks.
 
-    While ``BYTEPS_TELEMETRY_ON`` is 1 each is timed, as ``alltoall.id_sizes``, ``alltoall.ids``,
-    ``alltoall.embeddings``, ``alltoall.gradients`` and ``alltoall.values``.
+    While ``BYTEPS_TELEMETRY_ON`` is 1, each exchange is timed, as ``alltoall.id_sizes``, ``alltoall.ids``,
+    ``alltoall.embeddings``, ``alltoall.gradients`` or ``alltoall.values``.
     """
 
     def __init__(self, backend: AllToAll, backward_dtype: torch.dtype, fake_cast: bool = False) -> None:
@@ -87,9 +88,9 @@ class Exchange:
         send: Sequence[int],
         recv: Sequence[int],
     ) -> Tensor:
-        """``send[r]`` elements to rank ``r``; what came, by rank, once every rank was found to be in the same call.
+        """Send ``send[r]`` elements to rank ``r``; returns the received ones, by rank. All ranks must be in ``call``.
 
-        ``call`` None: the ranks have just told each other in the same turn.
+        ``call`` is None if the exchange before this one has just checked that.
         """
         ranks = self.ranks
         rank = ranks.rank
@@ -98,27 +99,20 @@ class Exchange:
         if call is not None:
             call.check(heads, rank)
         if came is None and (call is None or not call.failed):
-            raise PeerError(f"rank {rank}, {name} of {call}: another rank sent more or less than the {recv} awaited")
+            raise PeerError(
+                f"rank {rank}, {name} of {call}: expected {recv} elements by rank, but one rank sent more or fewer"
+            )
         return flat if came is None else came
 
     def ids(self, call: Call, all_fids: Tensor, sharded_slot_sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Ids and their counts by table, ordered by the rank they came from. The counts tell how many ids will come."""
-        if self.ranks.world_size == 1:
+        """Exchange counts, then ids; returns the received ids and their counts by table, ordered by sending rank."""
+        n = self.ranks.world_size
+        if n == 1:
             return all_fids, sharded_slot_sizes
         with self.ranks.turn:
-            came = self.counts(call, sharded_slot_sizes, k)
-            return self.counted_ids(all_fids, sharded_slot_sizes, came, k), came
-
-    def counts(self, call: Call, sharded_slot_sizes: Tensor, k: int) -> Tensor:
-        """Every rank's counts for this one."""
-        each = [k] * self.ranks.world_size
-        return self.send("id_sizes", call, sharded_slot_sizes, each, each)
-
-    def counted_ids(self, all_fids: Tensor, sharded_slot_sizes: Tensor, came: Tensor, k: int) -> Tensor:
-        """The ids that those counts are of, in the same turn."""
-        n = self.ranks.world_size
-        send, recv = (sizes.view(n, k).sum(1).tolist() for sizes in (sharded_slot_sizes, came))
-        return self.send("ids", None, all_fids, send, recv)
+            came = self.send("id_sizes", call, sharded_slot_sizes, [k] * n, [k] * n)
+            send, recv = (sizes.view(n, k).sum(1).tolist() for sizes in (sharded_slot_sizes, came))
+            return self.send("ids", None, all_fids, send, recv), came
 
     def rows(self, call: Call, rows: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
         if self.ranks.world_size == 1:
@@ -126,11 +120,11 @@ class Exchange:
         return self.send("embeddings", call, rows, send, recv)
 
     def gradients(self, call: Call, flat: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
-        """Gradients to the ranks that own the rows, in ``backward_dtype`` on their way and float32 again after it."""
+        """Send gradients to the ranks that own the rows, as ``backward_dtype``; the received ones are float32."""
         return self.as_float(flat if self.ranks.world_size == 1 else self.send("gradients", call, flat, send, recv))
 
     def as_float(self, received: Tensor) -> Tensor:
-        """Gradients that came in ``backward_dtype``, in float32 again."""
+        """Convert gradients received as ``backward_dtype`` to float32."""
         if received.dtype != torch.float32:
             received = received.float()
             if self.fake_cast:

@@ -1,4 +1,4 @@
-"""`AllToAllGroup`: tables whose rows are dealt out to all ranks by their ids; rows and their gradients travel."""
+"""`AllToAllGroup`: tables whose rows are distributed over all ranks by id; ranks exchange rows and gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shoal.sharded.all_to_all.base import MISSING, TOLD, RankGroup, told_numbers
+from shoal.sharded.all_to_all.base import MISSING, RankGroup, checksum, reported
 from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call
 from shoal.sharded.all_to_all.local import Local
 from shoal.sharded.all_to_all.plan import Dealt, Plan, deal_out
@@ -20,11 +20,11 @@ from shoal.table.protocol import EVERY, Features, Found, Group, Missing, Part, S
 class AllToAllGroup(RankGroup):
     """Tables of one ``dim`` whose rows are on the rank ``id mod W``.
 
-    ``find`` sends counts and ids (two exchanges), ``rows`` and ``pooled`` get the rows as they are then (one), and
-    ``update`` sends gradients (one), whatever the number of tables.
+    ``find`` sends counts and ids (two exchanges), ``rows`` and ``pooled`` get the current rows (one), and ``update``
+    sends gradients (one), whatever the number of tables.
 
-    An update makes a step for each distinct id and rank, on the sum of that rank's gradients over all parts, rank 0's
-    first.
+    An update makes one step per distinct id and rank, with the sum of that rank's gradients over all parts, in the
+    order of the ranks.
     """
 
     def __init__(self, tables: tuple[Any, ...]) -> None:
@@ -41,19 +41,18 @@ class AllToAllGroup(RankGroup):
         try:
             sizes = self.sizes(ids, counts, features)
             dealt = deal_out(ids.contiguous(), sizes, features, len(self.tables), self.ranks, self.dim)
-        except Exception as error:  # told to the others first, which would wait otherwise
+        except Exception as error:  # the other ranks must learn of it first, or they would wait
             refused = error
         call = Call(FIND, number, self.names, MISSING[missing], refused is not None)
         k = len(self.tables)
-        told = yield self.counts(call, None if dealt is None else dealt.sizes)
+        received = yield self.counts(call, None if dealt is None else dealt.sizes)
         if refused is not None or dealt is None:
             assert refused is not None
-            refused.add_note(TOLD)
-            raise refused
-        send, recv = (each.view(self.ranks, k).sum(1).tolist() for each in (dealt.sizes, told))
+            raise reported(refused)
+        send, recv = (each.view(self.ranks, k).sum(1).tolist() for each in (dealt.sizes, received))
         came = yield Send("ids", None, dealt.ids, send, recv)
         came = came.to(self.device)
-        asked, served = dealt.sizes.tolist(), told.tolist()
+        asked, served = dealt.sizes.tolist(), received.tolist()
         for place, table in enumerate(self.tables):
             table.last_spread = asked[place::k], served[place::k]
         kept = self._local.find(came, served, missing=missing)
@@ -63,11 +62,11 @@ class AllToAllGroup(RankGroup):
     def _plan(self, found: Found) -> Plan:
         return self.recall(found) or Plan.of(found, self._blocks)
 
-    def counts(self, call: Call, told: Any) -> Send:
-        if told is None:
-            told = torch.zeros(self._blocks, dtype=torch.int32, device=self.device)
+    def counts(self, call: Call, mine: Any) -> Send:
+        if mine is None:
+            mine = torch.zeros(self._blocks, dtype=torch.int32, device=self.device)
         each = [len(self.tables)] * self.ranks
-        return Send("id_sizes", call, told, each, each)
+        return Send("id_sizes", call, mine, each, each)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -90,12 +89,12 @@ class AllToAllGroup(RankGroup):
         pool_rows(flat, found, features, offsets, weights, out, self.dim, marks)
 
     def inserted(self, found: Found, create: Callable[[Tensor], Tensor]) -> Tensor:
-        """The rows of one table's ids, from ``create(ids)`` on the rank that owns them, which may make new ones."""
+        """The rows of one table's ids, from ``create(ids)`` on the rank that owns them; it can insert new rows."""
         rows = self.together([self._rows_of(found, "initial", lambda plan: create(plan.came).reshape(-1))])[0]
         return take_rows(rows, found.where, self.dim, False)
 
     def _rows_of(self, found: Found, missing: Missing, read: Callable[[Plan], Tensor] | None = None) -> Steps[Tensor]:
-        """Flat: the row of each distinct id that this rank asked for, where ``found.where`` says."""
+        """The rows of the distinct ids that this rank requested, as a flat tensor that ``found.where`` indexes."""
         plan = self._plan(found)
         refused: Exception | None = None
         served, asked = (self._floats(counts, plan) for counts in (plan.served, plan.asked))
@@ -109,8 +108,7 @@ class AllToAllGroup(RankGroup):
         call = Call(ROWS, plan.number, self.names, MISSING[missing], refused is not None)
         rows = yield Send("embeddings", call, flat, served, asked)
         if refused is not None:
-            refused.add_note(TOLD)
-            raise refused
+            raise reported(refused)
         return rows.to(found.ids.device)
 
     def _floats(self, counts: Sequence[int], plan: Plan) -> list[int]:
@@ -126,21 +124,20 @@ class AllToAllGroup(RankGroup):
         flats: list[Tensor] = []
         try:
             plans, flats = self._gradients(parts, each)
-        except Exception as error:  # told to the others first, which would wait otherwise
+        except Exception as error:  # the other ranks must learn of it first, or they would wait
             refused = error
             plans = self._plans(parts)
             flats = [torch.zeros(sum(plan.asked) * self.dim, device="cpu") for plan in plans]
         numbers = [plan.number for plan in plans]
-        told = told_numbers(numbers) if len(numbers) > 1 else 0
-        call = Call(UPDATE, numbers[0] if numbers else 0, self.names, told, refused is not None)
+        detail = checksum(numbers) if len(numbers) > 1 else 0
+        call = Call(UPDATE, numbers[0] if numbers else 0, self.names, detail, refused is not None)
         asked, served = ([self._floats(getattr(plan, what), plan) for plan in plans] for what in ("asked", "served"))
         flat = flats[0] if len(flats) == 1 else _by_rank(flats, asked, self.ranks)
         send, recv = ([sum(column) for column in zip(*lists, strict=True)] or [0] * self.ranks
                       for lists in (asked, served))  # fmt: skip
         came = yield Send("gradients", call, self.exchange.cast(flat), send, recv)
         if refused is not None:
-            refused.add_note(TOLD)
-            raise refused
+            raise reported(refused)
         came = self.exchange.as_float(came).to(self.device)
         if len(plans) == 1:
             self._local.update(plans[0].came, plans[0].served, plans[0].kept, came, step)
@@ -157,7 +154,7 @@ class AllToAllGroup(RankGroup):
             self._local.update_sums(finds, step)
 
     def _plans(self, parts: Sequence[Part]) -> list[Plan]:
-        """Of the finds of the parts, in their order, each one once; none of what cannot be read."""
+        """The plans of the parts' finds, in order and without repeats; empty if one of them cannot be read."""
         plans: dict[int, Plan] = {}
         for part in parts:
             try:
@@ -168,13 +165,9 @@ class AllToAllGroup(RankGroup):
         return [plans[number] for number in sorted(plans)]
 
     def _gradients(self, parts: Sequence[Part], each: str) -> tuple[list[Plan], list[Tensor]]:
-        """The finds of the parts in their order, and for each the summed gradients of the ids that it asked for."""
+        """The parts' finds in order, and for each the summed gradients of the ids that it requested."""
         self.check_update(each)
-        by_find: dict[int, tuple[Plan, list[Part]]] = {}
-        for part in parts:
-            plan = self._plan(part.found)
-            by_find.setdefault(plan.number, (plan, []))[1].append(part)
-        found = [by_find[number] for number in sorted(by_find)]
+        found = self.by_find(parts, lambda part: self._plan(part.found))
         flats = [add_gradients(own, sum(plan.asked), self.dim) for plan, own in found]
         for (plan, _), flat in zip(found, flats, strict=True):
             self._check_all_finite(flat, plan)
@@ -188,7 +181,7 @@ class AllToAllGroup(RankGroup):
 
 
 def _by_rank(flats: Sequence[Tensor], sizes: Sequence[Sequence[int]], ranks: int) -> Tensor:
-    """Rank after rank, and for each rank find after find."""
+    """Concatenate the values of several finds, ordered by rank and then by find."""
     parts = [flat.split(list(own)) for flat, own in zip(flats, sizes, strict=True)]
     if not parts:
         return torch.empty(0, device="cpu")
@@ -196,7 +189,7 @@ def _by_rank(flats: Sequence[Tensor], sizes: Sequence[Sequence[int]], ranks: int
 
 
 class OneRankGroup:
-    """The group of the local tables under another name: what a group over ranks means on one rank."""
+    """A group over ranks when there is only one rank: the group of the local tables."""
 
     def __init__(self, tables: tuple[Any, ...]) -> None:
         self.tables = tables

@@ -1,4 +1,4 @@
-"""What one rank holds of tables that are on single ranks, as a whole or by column; read and updated for every rank."""
+"""The whole tables and column slices that one rank holds, read and updated on behalf of every rank."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from shoal.table.protocol import Features, Found, Group, Missing, Part, Step, gr
 
 
 class Bucket(NamedTuple):
-    """The slices of one width that a rank holds; they are asked for together."""
+    """The slices of one width that a rank holds; other ranks request them together."""
 
     width: int
     tables: tuple[int, ...]
-    """Of the group, by number."""
+    """The tables' numbers in the group."""
     begins: tuple[int, ...]
-    """Of each of them, the first column of its slice."""
+    """The first column of each table's slice."""
 
 
 class Wired(NamedTuple):
-    """What a batch of certain features asks of a bucket."""
+    """The features of a batch that a bucket serves."""
 
     order: list[int]
     """The features of its tables, table after table."""
     pooled: Features
-    """They, pooled side by side."""
+    """Those features, pooled into adjacent columns."""
     rows: Features
-    """The tables, each with its ids in a row."""
+    """The tables as features without pooling: one row per id."""
 
     @staticmethod
     def of(bucket: Bucket, features: Features) -> Wired:
@@ -44,36 +44,37 @@ class Wired(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What one rank asks of one bucket: ids by table, and the offsets of their bags where it wants bags."""
+    """One rank's request to one bucket: ids by table, and the offsets of their bags if it wants bags."""
 
     ids: Tensor
     counts: list[int]
-    """Ids of each table."""
+    """The number of ids per table."""
     bags: int
-    """Of each feature; -1: rows are wanted, there are no bags."""
+    """The number of bags per feature; -1 if rows are requested."""
     offsets: Tensor | None
     """int64 ``[F * B + 1]``."""
 
 
-class _Of(NamedTuple):
+class _GroupShare(NamedTuple):
     """The part of a bucket that one local group serves."""
 
     group: Group
     places: list[int]
     whole: bool
+    """Whether that is the whole bucket."""
 
 
 class Held:
-    """The slices of this rank. Local tables that differ in kind are several groups, most often they are one."""
+    """One bucket of this rank. Local tables that differ in kind form several groups; usually there is one."""
 
     def __init__(self, bucket: Bucket, tables: Sequence[Any]) -> None:
         self.bucket = bucket
         found = groups_of([tables[k].table for k in bucket.tables])
-        self._parts = [_Of(group, places, len(found) == 1) for group, places in found]
+        self._parts = [_GroupShare(group, places, len(found) == 1) for group, places in found]
         self.device = found[0][0].traits.device
         self.trains = all(group.traits.trains for group, _ in found)
         self.kept = 2 * len(found)
-        """Tensors that a find keeps of what one rank asks."""
+        """The number of tensors that a find keeps per requesting rank."""
 
     def find(self, wired: Wired, asked: Asked, *, missing: Missing) -> list[Tensor]:
         kept: list[Tensor] = []
@@ -84,13 +85,13 @@ class Held:
         return kept
 
     def pooled(self, wired: Wired, asked: Asked, kept: Sequence[Tensor], out: Tensor, *, missing: Missing) -> None:
-        """Bags into ``out`` ``[B, F * width]``, contiguous."""
+        """Write bags to ``out``, which must be contiguous, ``[B, F * width]``."""
         for part, found, offsets, features in self._founds(wired, asked, kept):
             assert offsets is not None
             part.group.pooled(found, features, offsets, None, out, missing=missing)
 
     def rows(self, wired: Wired, asked: Asked, kept: Sequence[Tensor], out: Tensor, *, missing: Missing) -> None:
-        """Rows into ``out`` ``[n, width]``."""
+        """Write rows to ``out`` ``[n, width]``."""
         for part, found, _, features in self._founds(wired, asked, kept):
             rows = part.group.rows(found, features, missing=missing)
             if part.whole:
@@ -100,10 +101,10 @@ class Held:
                 to.copy_(own)
 
     def update(self, given: Sequence[tuple[Wired, Asked, Sequence[Tensor], Tensor, bool]], step: Step) -> None:
-        """One step on every distinct id of one rank in several finds.
+        """Make one step for every distinct id of one rank in several finds.
 
         Args:
-            given: for each find what it asked, what was kept of it, the gradients and whether they are of bags.
+            given: for each find its features, request, kept tensors, gradients, and whether these are of bags.
         """
         for number, part in enumerate(self._parts):
             parts = []
@@ -117,18 +118,18 @@ class Held:
                     own = grad if part.whole else torch.cat(list(self._spans(grad, asked, part)))
                     parts.append(Part(found, features, own))
             if parts:
-                scale = step_of(step, [self.bucket.tables[place] for place in part.places])
-                part.group.update(parts, step=scale)
+                own_step = step_of(step, [self.bucket.tables[place] for place in part.places])
+                part.group.update(parts, step=own_step)
 
     def _founds(
         self, wired: Wired, asked: Asked, kept: Sequence[Tensor]
-    ) -> Iterator[tuple[_Of, Found, Tensor | None, Features]]:
+    ) -> Iterator[tuple[_GroupShare, Found, Tensor | None, Features]]:
         for number, part in enumerate(self._parts):
             ids, counts, offsets, features = self._own(part, wired, asked)
             yield part, Found(ids, counts, *kept[2 * number : 2 * number + 2]), offsets, features
 
-    def _own(self, part: _Of, wired: Wired, asked: Asked) -> tuple[Tensor, Tensor, Tensor | None, Features]:
-        """Ids, counts, offsets and features of what is asked of a local group."""
+    def _own(self, part: _GroupShare, wired: Wired, asked: Asked) -> tuple[Tensor, Tensor, Tensor | None, Features]:
+        """The ids, counts, offsets and features of the part of a request that one local group serves."""
         if asked.offsets is None or asked.bags <= 0:
             counts = torch.tensor(self._counts(part, asked), dtype=torch.int64, device="cpu")
             ids = asked.ids if part.whole else torch.cat(list(self._spans(asked.ids, asked, part)))
@@ -146,11 +147,11 @@ class Held:
         )  # fmt: skip
         return torch.cat(list(self._spans(asked.ids, asked, part))), counts[own], offsets, features
 
-    def _counts(self, part: _Of, asked: Asked) -> list[int]:
+    def _counts(self, part: _GroupShare, asked: Asked) -> list[int]:
         return [asked.counts[place] for place in part.places]
 
-    def _spans(self, flat: Tensor, asked: Asked, part: _Of) -> Iterator[Tensor]:
-        """The elements of some tables in a tensor of all."""
+    def _spans(self, flat: Tensor, asked: Asked, part: _GroupShare) -> Iterator[Tensor]:
+        """The elements of one local group's tables in a tensor of all tables."""
         begins = [0, *itertools.accumulate(asked.counts)]
         for place in part.places:
             yield flat[begins[place] : begins[place + 1]]

@@ -1,4 +1,4 @@
-"""This rank's part: the rows that other ranks ask of it, read and updated through the groups of the local tables."""
+"""This rank's shard: rows that other ranks request, read and updated through the groups of the local tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.table.protocol import Features, Found, Group, Missing, Part, Step, gr
 
 
 class Local:
-    """The local tables of a group, as W x K blocks of ids: those of rank 0 by table, then those of rank 1, ..."""
+    """The local tables of a group. Ids come in W x K blocks: those of rank 0 by table, then those of rank 1, ..."""
 
     def __init__(self, tables: Sequence[Any], ranks: int) -> None:
         self._groups = groups_of(tables)
@@ -25,7 +25,7 @@ class Local:
         self.trains = all(group.traits.trains for group, _ in self._groups)
 
     def find(self, ids: Tensor, counts: Sequence[int], *, missing: Missing) -> list[Tensor]:
-        """What the groups keep of these ids."""
+        """Find these ids; returns the tensors that the groups keep for reading and updating them."""
         kept: list[Tensor] = []
         for (group, places), features in zip(self._groups, self._features, strict=True):
             own, sizes = self._blocks(ids, counts, places)
@@ -34,29 +34,29 @@ class Local:
         return kept
 
     def rows(self, ids: Tensor, counts: Sequence[int], kept: Sequence[Tensor], *, missing: Missing) -> Tensor:
-        """Flat float32: the rows of the blocks, in order."""
+        """The rows of the blocks, in order, as a flat float32 tensor."""
         parts = [
             (places, group.rows(found, features, missing=missing))
             for group, places, features, found in self._founds(ids, counts, kept)
         ]
         if len(parts) == 1:
             return parts[0][1].reshape(-1)
-        out = empty_flat(ids.numel() * self.dim) if self.device.type == "cpu" else None
-        out = torch.empty(ids.numel() * self.dim, device=self.device) if out is None else out
+        size = ids.numel() * self.dim
+        out = empty_flat(size) if self.device.type == "cpu" else torch.empty(size, device=self.device)
         for places, rows in parts:
             for to, part in zip(self._views(out, counts, places), self._split(rows, counts, places), strict=True):
                 to.copy_(part.reshape(-1))
         return out
 
     def update(self, ids: Tensor, counts: Sequence[int], kept: Sequence[Tensor], flat: Tensor, step: Step) -> None:
-        """A step for each id of each block; equal ids of several ranks make several, rank 0's first."""
+        """Make one step per id and block: an id of several ranks gets several steps, in the order of the ranks."""
         for group, places, features, found in self._founds(ids, counts, kept):
             grads = flat if len(self._groups) == 1 else torch.cat(self._views(flat, counts, places))
             part = Part(found, features, grads.view(-1, self.dim))
             group.update([part], step=step_of(step, places), each="occurrence")
 
     def update_sums(self, finds: Sequence[tuple[Tensor, Sequence[int], Tensor]], step: Step) -> None:
-        """One step for each distinct id of one rank's blocks in several finds: ids, counts ``[K]`` and gradients."""
+        """Make one step per distinct id of one rank in several finds, given as ids, counts ``[K]`` and gradients."""
         for group, places in self._groups:
             features = Features(tuple(range(len(places))))
             parts = []
@@ -79,13 +79,13 @@ class Local:
         ]
 
     def _blocks(self, ids: Tensor, counts: Sequence[int], places: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The ids of some tables, and how many there are in each block."""
+        """The ids of the tables at ``places``, and their number in each block."""
         sizes = [counts[r * self._count + k] for r in range(self._ranks) for k in places]
         own = ids if len(self._groups) == 1 else torch.cat(self._views(ids, counts, places, width=1))
         return own, torch.tensor(sizes, dtype=torch.int64, device="cpu")
 
     def _views(self, flat: Tensor, counts: Sequence[int], places: Sequence[int], width: int = 0) -> list[Tensor]:
-        """The blocks of some tables in a buffer of all blocks."""
+        """The blocks of the tables at ``places``, as views of a buffer of all blocks."""
         width = width or self.dim
         begins = [0, *itertools.accumulate(counts)]
         blocks = (r * self._count + k for r in range(self._ranks) for k in places)
@@ -96,7 +96,7 @@ class Local:
 
 
 def step_of(step: Step, places: Sequence[int]) -> Step:
-    """The step of some of the tables."""
+    """The step settings of the tables at ``places``."""
     if step.lr_scale is None:
         return step
     return Step(step.number, step.time_s, [float(step.lr_scale[k]) for k in places])

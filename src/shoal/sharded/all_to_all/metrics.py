@@ -1,4 +1,4 @@
-"""How evenly ids and rows spread over ranks, written to the process's summary writer."""
+"""Metrics of how evenly ids and rows are spread over ranks, written to the process's summary writer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ set_alltoall_writer = set_summary_writer
 def forward_metrics(
     slots: Sequence[str], sizes: Tensor, shard_sizes: Tensor, embedding_splits: Tensor, all_fids: int, step: int
 ) -> None:
-    """Of one lookup.
+    """Write the metrics of one lookup.
 
     Args:
         sizes: ``[N, K]``, the distinct ids of each slot that went to each rank.
         shard_sizes: ``[N]``, the same over all slots.
         embedding_splits: ``[N]``, the floats that this rank served to each rank.
-        all_fids: the distinct ids that this rank asked for.
-        step: what every point is stamped with.
+        all_fids: the distinct ids that this rank requested.
+        step: the step of every point.
     """
     slot = flags.enable_alltoall_metrics_for_slot
     if slot is not None and slot in slots:
@@ -39,14 +39,14 @@ def forward_metrics(
 def backward_metrics(
     backend: Any, shard_sizes: Tensor, recv_emb_splits: Tensor, embedding_splits: Tensor, step: int
 ) -> None:
-    """Of one update, over all ranks, which call it together.
+    """Write the metrics of one update over all ranks, which must call it together.
 
     Element 0 of the vectors is left out, so indices are relative to the rest.
 
     Args:
-        shard_sizes: ``[N]``, the distinct ids that this rank asked of each rank.
-        recv_emb_splits: ``[N]``, their floats: those that came with the lookup.
-        embedding_splits: ``[N]``, the floats that this rank served: those whose gradients come back to it.
+        shard_sizes: ``[N]``, the distinct ids that this rank requested from each rank.
+        recv_emb_splits: ``[N]``, the floats that this rank received in the lookup.
+        embedding_splits: ``[N]``, the floats that this rank served and gets gradients for.
     """
     ids, rows, grads = shard_sizes[1:], recv_emb_splits[1:], embedding_splits[1:]
     id_totals = backend.gather_totals(int(ids.sum()))

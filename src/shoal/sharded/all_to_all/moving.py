@@ -1,4 +1,4 @@
-"""Rows with all their state from the ranks that have them to those that should: for checkpoints and for another way."""
+"""Moves rows with all their state between ranks, for checkpoints and when a table's way changes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shoal.table.config.entry import HashTableConfigInstance
 from shoal.table.config.messages import EmbeddingHashTableConfig
 from shoal.table.table import HashTable
 
-_VECTOR, _TAIL_BYTES = 0, {1: 4, 2: 8}
+_VECTOR = 0
 _STATES: dict[str, list[tuple[int, int]]] = dict(_core.OPTIMIZERS)
 State = dict[str, Tensor]
-"""As `table_state` gives it: ids, rows, state, times, config, scales, and kept where there is a budget."""
+"""The result of `table_state`: ids, rows, state, times, config, scales, and kept if there is a budget."""
 _NUMBERS = ("ids", "times", KEPT)
-"""What rows have one number of each."""
+"""The fields with one number per row."""
 
 
 def like(table: HashTable, begin: int = 0, end: int | None = None, *, device: Any = None) -> HashTable:
-    """A table without rows, with the configuration of ``table``, for columns ``begin`` to ``end`` of its rows."""
+    """An empty table with the configuration of ``table``, for columns ``begin`` to ``end`` of its rows."""
     message = EmbeddingHashTableConfig()
     message.CopyFrom(table.config.table_config)
     if end is not None and end - begin != table.dim_size:
@@ -48,19 +48,18 @@ def like(table: HashTable, begin: int = 0, end: int | None = None, *, device: An
 
 
 def empty_state(table: HashTable) -> State:
-    """The state of ``table`` without rows."""
+    """The state of ``table`` if it had no rows."""
     return table_state(like(table, device="cpu"))
 
 
-def vectors_of(table: HashTable) -> tuple[int, int]:
-    """Of the optimizer's state in a row: values per column, and bytes beyond them."""
+def vectors_of(table: HashTable) -> int:
+    """The number of values per column in a row's optimizer state."""
     kind = table.table_config.entry_config.segments[0].opt_config.WhichOneof("type")
-    fields = [field for field, _ in _STATES[kind or "sgd"]]
-    return fields.count(_VECTOR), sum(_TAIL_BYTES.get(field, 0) for field in fields)
+    return [field for field, _ in _STATES[kind or "sgd"]].count(_VECTOR)
 
 
 def cut(state: State, own: Slice, dim: int, vectors: int) -> State:
-    """Columns of rows. State per element is cut with them, state per row goes with every slice."""
+    """Cut a slice of columns out of rows. State per element is cut too; state per row is copied to every slice."""
     n, raw = state["ids"].numel(), state["state"]
     split = 4 * vectors * dim
     width = 4 * (own.end - own.begin)
@@ -73,7 +72,7 @@ def cut(state: State, own: Slice, dim: int, vectors: int) -> State:
 
 
 def put_together(slices: list[tuple[Slice, State]], dim: int, vectors: int, name: str) -> State:
-    """Rows of their slices, which must be of the same ids; state per row is that of the first."""
+    """Join slices into rows. They must have the same ids; state per row is taken from the first slice."""
     first = slices[0][1]
     n = first["ids"].numel()
     rows = torch.empty(n, dim, device="cpu")
@@ -83,8 +82,8 @@ def put_together(slices: list[tuple[Slice, State]], dim: int, vectors: int, name
         theirs = state["ids"].argsort()
         if not torch.equal(state["ids"][theirs], first["ids"][order]):
             raise DataError(
-                f"table {name!r}: its slices have rows of different ids ({n} and {state['ids'].numel()} rows); was one "
-                "of the ranks changed by itself?"
+                f"table {name!r}: its slices have rows of different ids ({n} and {state['ids'].numel()} rows); was it "
+                "changed on only some ranks?"
             )
         width = own.end - own.begin
         rows[:, own.begin : own.end] = state["rows"][theirs]
@@ -101,30 +100,30 @@ def put_together(slices: list[tuple[Slice, State]], dim: int, vectors: int, name
 
 
 def _of_rows(state: State) -> list[str]:
-    """The names of what each row has of a state."""
+    """The names of a state's per-row fields."""
     return [name for name in ("ids", "times", KEPT, "rows", "state") if name in state]
 
 
 def _exchanged(ranks: Ranks, parts: list[State]) -> list[State]:
-    """``parts[r]`` goes to rank ``r``; what came, by rank. Rows of one pair of ranks must be of one width."""
+    """Send ``parts[r]`` to rank ``r``; returns the received parts by rank. Rows of one part have one width."""
     got: list[State] = [{} for _ in parts]
     n = [part["ids"].numel() for part in parts]
-    told = ranks.gather([n, [part["rows"].shape[1] for part in parts], [part["state"].shape[1] for part in parts]])
+    shapes = ranks.gather([n, [part["rows"].shape[1] for part in parts], [part["state"].shape[1] for part in parts]])
     for name in _of_rows(parts[0]):
         flat = torch.cat([part[name].reshape(-1) for part in parts])
-        widths = [1 if name in _NUMBERS else own[1 if name == "rows" else 2][ranks.rank] for own in told]
-        recv = [own[0][ranks.rank] * width for own, width in zip(told, widths, strict=True)]
+        widths = [1 if name in _NUMBERS else own[1 if name == "rows" else 2][ranks.rank] for own in shapes]
+        recv = [own[0][ranks.rank] * width for own, width in zip(shapes, widths, strict=True)]
         came = ranks.all_to_all(flat, [part[name].numel() for part in parts], recv)
         for rank, piece in enumerate(came.split(recv)):
-            rows = told[rank][0][ranks.rank]
+            rows = shapes[rank][0][ranks.rank]
             got[rank][name] = piece if name in _NUMBERS else piece.view(rows, widths[rank])
     return got
 
 
 def rows_by_id(table: Any) -> HashTable:
-    """This rank's share (``id mod W``) of a table by column, its slices put together; all ranks call it together."""
+    """This rank's share (``id mod W``) of a table spread by column, as full rows. All ranks must call it together."""
     ranks, shape = table.exchange.ranks, table.shape
-    vectors, _ = vectors_of(shape)
+    vectors = vectors_of(shape)
     slices = table.way.slices(shape.dim_size, ranks.world_size)
     mine = next((own for own in slices if own.rank == ranks.rank), None)
     state = table_state(table.table) if mine is not None else empty_state(shape)
@@ -139,13 +138,13 @@ def rows_by_id(table: Any) -> HashTable:
 
 
 def fill(table: Any, state: State) -> None:
-    """Replaces all rows of a table over ranks by the rows that its ranks give, each some; all call it together."""
+    """Replace all rows of a table over ranks with the union of the ranks' ``state``. All must call it together."""
     ranks, shape, way = table.exchange.ranks, table.shape, table.way
     world = ranks.world_size
     if world == 1:
         load_table_state(table.table, state)
         return
-    vectors, _ = vectors_of(shape)
+    vectors = vectors_of(shape)
     none = _some(state, torch.zeros(state["ids"].numel(), dtype=torch.bool, device="cpu"))
     if way.kind == "row":
         owner = shard_of(state["ids"], world)

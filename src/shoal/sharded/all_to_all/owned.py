@@ -1,64 +1,48 @@
-"""`OwnedGroup`: tables that are on single ranks, as a whole or by column; bags are pooled where the rows are."""
+"""`OwnedGroup`: tables held by single ranks, whole or as columns; bags are pooled where the rows are."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.ops.reorder import fused_reorder_by_indices
-from shoal.sharded.all_to_all.base import MISSING, TOLD, RankGroup, told_numbers
+from shoal.sharded.all_to_all.base import MISSING, RankGroup, checksum, reported
 from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call
 from shoal.sharded.all_to_all.held import Asked, Bucket, Held, Wired
+from shoal.sharded.all_to_all.lists import Lists, bag_lists, distinct_lists
 from shoal.sharded.all_to_all.plan import pack, unpack
 from shoal.sharded.all_to_all.rounds import Send, Steps, room_for
 from shoal.sharded.bags import add_gradients, pool_rows, take_rows
 from shoal.table.protocol import Features, Found, Missing, Part, Step
 
 
-class _Lists(NamedTuple):
-    """The ids of a batch by table, as they are sent."""
-
-    ids: Tensor
-    """In the group's order of tables."""
-    counts: list[int]
-    """``[K]``, by the number of the table."""
-    where: Tensor
-    """int32 ``[N]``: where the row of each id starts in the floats of all rows; empty where bags are wanted."""
-    lengths: Tensor | None
-    """``[F, B]``: ids of each bag."""
-    bags: int
-    """-1: rows are wanted."""
-
-
 @dataclass(frozen=True)
 class _Plan:
-    """What a `Found` says."""
+    """The unpacked contents of a `Found`."""
 
     number: int
     bags: int
     counts: list[int]
-    """``[K]``: ids that this rank sent, by table."""
+    """``[K]``: the number of ids that this rank sent, by table."""
     asked: list[list[Asked]]
-    """By rank and bucket: what was asked of this one."""
+    """Requests to this rank, by sending rank and bucket."""
     kept: list[list[list[Tensor]]]
-    """Likewise: what the buckets keep of it."""
+    """The tensors that the buckets keep for them, in the same order."""
 
 
 class OwnedGroup(RankGroup):
     """Tables of one ``dim``, each on one rank or cut into columns on several.
 
-    ``find`` sends counts and ids (two exchanges), as bags where it is given their offsets; ``pooled`` then gets pooled
+    ``find`` sends counts and ids (two exchanges), as bags if it is given their offsets; ``pooled`` then gets pooled
     rows and ``update`` sends their gradients (one exchange each), whatever the number of tables and slices. Without
-    offsets, or with weights, rows travel, each distinct id's once.
+    offsets, or with weights, ranks exchange rows, once per distinct id.
 
-    An update makes a step for each distinct id and rank, on the sum of that rank's gradients over all parts, rank 0's
-    first.
+    An update makes one step per distinct id and rank, with the sum of that rank's gradients over all parts, in the
+    order of the ranks.
     """
 
     def __init__(self, tables: tuple[Any, ...]) -> None:
@@ -76,7 +60,7 @@ class OwnedGroup(RankGroup):
                 numbers, begins = zip(*own, strict=True)
                 self._buckets[rank].append(Bucket(width, numbers, begins))
         self._order = [k for _, k in sorted(firsts)]
-        """Of the tables, such that rows of whole tables come in it."""
+        """The order in which the rows of uncut tables are received."""
         self._cut = any(bucket.width != dim for own in self._buckets for bucket in own)
         self._held = [Held(bucket, tables) for bucket in self._buckets[tables[0].rank]]
         self._wirings: dict[Features, list[list[Wired]]] = {}
@@ -101,21 +85,24 @@ class OwnedGroup(RankGroup):
     def find_steps(self, ids: Tensor, counts: Tensor, features: Features, *, missing: Missing) -> Steps[Found]:
         number = self.tables[0].next_find()
         refused: Exception | None = None
-        lists: _Lists | None = None
+        lists: Lists | None = None
         try:
             ids = ids.to(self.device)
-            lists = self._lists(ids, counts, features)
-        except Exception as error:  # told to the others first, which would wait otherwise
+            sizes = self.sizes(ids, counts, features)
+            if counts.shape[0] == len(features.tables):
+                lists = distinct_lists(ids, sizes, features, self._order, self.dim)
+            else:
+                lists = bag_lists(ids, counts, sizes, features, self._order, self.named())
+        except Exception as error:  # the other ranks must learn of it first, or they would wait
             refused = error
         call = Call(FIND, number, self.names, MISSING[missing], refused is not None)
-        told = yield self.counts(call, lists)
+        received = yield self.counts(call, lists)
         if refused is not None or lists is None:
             assert refused is not None
-            refused.add_note(TOLD)
-            raise refused
+            raise reported(refused)
         wired, mine = self._wired(features), self._buckets[self.rank]
         each = 1 + sum(len(bucket.tables) for bucket in mine)
-        heads = [row.tolist() for row in told.view(self.ranks, each)]
+        heads = [row.tolist() for row in received.view(self.ranks, each)]
         flat, send = self._sent(lists, wired)
         recv = [sum(_sizes(head, mine, wired[self.rank])) for head in heads]
         came = yield Send("ids", None, flat, send, recv)
@@ -136,66 +123,18 @@ class OwnedGroup(RankGroup):
         self.remember(packed, _Plan(number, lists.bags, lists.counts, blocks, kept))
         return Found(ids, counts, lists.where, packed)
 
-    def counts(self, call: Call, told: Any) -> Send:
-        """To every rank the number of bags and of the ids of each table that it holds."""
+    def counts(self, call: Call, mine: Any) -> Send:
+        """Send every rank the number of bags, and the number of ids of each table that it holds."""
         words: list[int] = []
         for own in self._buckets:
-            words.append(-1 if told is None else told.bags)
-            words += [0 if told is None else told.counts[k] for bucket in own for k in bucket.tables]
+            words.append(-1 if mine is None else mine.bags)
+            words += [0 if mine is None else mine.counts[k] for bucket in own for k in bucket.tables]
         send = [1 + sum(len(bucket.tables) for bucket in own) for own in self._buckets]
         flat = torch.tensor(words, dtype=torch.int64, device="cpu")
         return Send("id_sizes", call, flat, send, [send[self.rank]] * self.ranks)
 
-    def _lists(self, ids: Tensor, counts: Tensor, features: Features) -> _Lists:
-        sizes = self.sizes(ids, counts, features)
-        n = len(features.tables)
-        if counts.shape[0] != n:
-            return self._bags(ids, counts, sizes, features)
-        keep = None
-        if features.padding is not None:
-            keep = ids != features.padding
-            sizes = [int(part.sum()) for part in keep.split(sizes)]
-            ids = ids[keep]
-        begins = [0, *itertools.accumulate(sizes)]
-        of_table = [[f for f in range(n) if features.tables[f] == k] for k in self._order]
-        lists = [torch.cat([ids[:0], *(ids[begins[f] : begins[f + 1]] for f in own)]) for own in of_table]
-        fused = fused_reorder_by_indices(lists, 1, [self.dim] * len(lists), rank0_empty_shard=False)
-        where = fused.fused_embedding_offsets
-        order = [f for own in of_table for f in own]
-        if order != sorted(order):
-            back = dict(zip(order, where.split([sizes[f] for f in order]), strict=True))
-            where = torch.cat([back[f] for f in range(n)])
-        if keep is not None:
-            every = where.new_full(keep.shape, -1)
-            every[keep] = where
-            where = every
-        found = [0] * len(self.tables)
-        for k, size in zip(self._order, fused.sharded_slot_sizes.tolist(), strict=True):
-            found[k] = size
-        return _Lists(fused.output, found, where, None, -1)
-
-    def _bags(self, ids: Tensor, offsets: Tensor, sizes: list[int], features: Features) -> _Lists:
-        n = len(features.tables)
-        bags = (offsets.shape[0] - 1) // n
-        lengths = offsets.diff().view(n, bags)
-        if int(offsets[0]) != 0 or (lengths.numel() and int(lengths.min()) < 0):
-            raise ConfigError(f"tables {self.named()}: offsets of bags must rise from 0 to the number of ids")
-        if features.padding is not None:
-            keep = ids != features.padding
-            at = torch.cat([offsets.new_zeros(1), keep.cumsum(0)])[offsets]
-            ids, lengths = ids[keep], at.diff().view(n, bags)
-            sizes = lengths.sum(1).tolist()
-        begins = [0, *itertools.accumulate(sizes)]
-        order = [f for k in self._order for f in range(n) if features.tables[f] == k]
-        if order != sorted(order):
-            ids = torch.cat([ids[begins[f] : begins[f + 1]] for f in order])
-        found = [0] * len(self.tables)
-        for f, size in enumerate(sizes):
-            found[features.tables[f]] += size
-        return _Lists(ids, found, torch.empty(0, dtype=torch.int32, device=ids.device), lengths, bags)
-
-    def _sent(self, lists: _Lists, wired: list[list[Wired]]) -> tuple[Tensor, list[int]]:
-        """What every rank is sent: for each of its buckets the lengths of bags, then ids."""
+    def _sent(self, lists: Lists, wired: list[list[Wired]]) -> tuple[Tensor, list[int]]:
+        """The values for every rank: for each of its buckets the lengths of bags, then ids."""
         of_table = dict(zip(self._order, lists.ids.split([lists.counts[k] for k in self._order]), strict=True))
         pieces, send = [], []
         for rank, own in enumerate(self._buckets):
@@ -209,7 +148,7 @@ class OwnedGroup(RankGroup):
         return torch.cat([lists.ids[:0], *pieces]), send
 
     def _asked(self, heads: Sequence[Sequence[int]], came: Tensor, wired: list[list[Wired]]) -> list[list[Asked]]:
-        """What each rank asks of each bucket of this one."""
+        """Each rank's requests to the buckets of this rank."""
         mine, wires = self._buckets[self.rank], wired[self.rank]
         found, at = [], 0
         for head in heads:
@@ -235,7 +174,7 @@ class OwnedGroup(RankGroup):
         mine, k = self._buckets[self.rank], len(self.tables)
         each = 1 + sum(len(bucket.tables) for bucket in mine)
         if len(values) != 1 + k + each * self.ranks or not tensors:
-            raise ConfigError(f"found must be what find of a group of {k} tables returned")
+            raise ConfigError(f"found must be a result of find of a group of {k} tables")
         words = values[1 + k :]
         heads = [words[r * each : (r + 1) * each] for r in range(self.ranks)]
         asked = self._asked(heads, tensors[0], self._wired(features))
@@ -277,7 +216,7 @@ class OwnedGroup(RankGroup):
         pool_rows(self._joined(flat, plan), found, features, offsets, weights, out, self.dim)
 
     def inserted(self, found: Found, create: Callable[[Tensor], Tensor]) -> Tensor:
-        """The rows of one table's ids, from ``create(ids)`` on the ranks that hold them, which may make new ones."""
+        """The rows of one table's ids, from ``create(ids)`` on the ranks that hold them; it can insert new rows."""
         features = Features()
         plan = self._plan(found, features)
         flat = self.together([self._answers(plan, features, "initial", False, create)])[0]
@@ -291,7 +230,7 @@ class OwnedGroup(RankGroup):
         bags: bool,
         create: Callable[[Tensor], Tensor] | None = None,
     ) -> Steps[Tensor]:
-        """Flat: what this rank asked for, by rank and bucket: bags, or rows."""
+        """The bags or rows that this rank requested, flat, by rank and bucket."""
         wires, refused = self._wired(features)[self.rank], None
         sizes = [self._served(own, wires, bags) for own in plan.asked]
         flat = self._room(sum(map(sum, sizes)))
@@ -315,17 +254,16 @@ class OwnedGroup(RankGroup):
             recv[rank] += size
         came = yield Send("embeddings", call, flat, [sum(own) for own in sizes], recv)
         if refused is not None:
-            refused.add_note(TOLD)
-            raise refused
+            raise reported(refused)
         return came
 
     def _served(self, asked: Sequence[Asked], wires: Sequence[Wired], bags: bool) -> list[int]:
-        """Floats between one rank and each bucket of this one."""
+        """The number of floats between one rank and each bucket of this rank."""
         own = zip(asked, wires, self._held, strict=True)
         return [_floats(part, wire, held.bucket.width, bags) for part, wire, held in own]
 
     def _expected(self, plan: _Plan, features: Features, bags: bool) -> Iterator[tuple[int, int]]:
-        """Floats between this rank and each bucket of each rank, for what this rank asked."""
+        """The number of floats between this rank and each bucket of each rank, for this rank's requests."""
         for rank, (own, wires) in enumerate(zip(self._buckets, self._wired(features), strict=True)):
             for bucket, wire in zip(own, wires, strict=True):
                 if bags and plan.bags >= 0:
@@ -342,7 +280,7 @@ class OwnedGroup(RankGroup):
             at += size
 
     def _joined(self, flat: Tensor, plan: _Plan) -> Tensor:
-        """Rows that came in slices, in the group's order of tables."""
+        """Join received slices into rows, in the group's order of tables."""
         if not self._cut:
             return flat
         out = self._room(sum(plan.counts) * self.dim).view(-1, self.dim)
@@ -361,7 +299,7 @@ class OwnedGroup(RankGroup):
         return slice(begin, begin + plan.counts[k])
 
     def _where(self, plan: _Plan, found: Found, features: Features) -> Tensor:
-        """`Found.where`, which finds of bags leave out."""
+        """`Found.where`, computed here for finds of bags, whose ``where`` is empty."""
         if plan.bags < 0:
             return found.where
         sizes, n = found.sizes(features), found.ids.numel()
@@ -387,15 +325,11 @@ class OwnedGroup(RankGroup):
         given: list[list[Part]] = []
         try:
             self.check_update(each)
-            by_find: dict[int, tuple[_Plan, list[Part]]] = {}
-            for part in parts:
-                plan = self._plan(part.found, part.features)
-                by_find.setdefault(plan.number, (plan, []))[1].append(part)
-            for plan, own in (by_find[number] for number in sorted(by_find)):
+            for plan, own in self.by_find(parts, lambda part: self._plan(part.found, part.features)):
                 bags = all(part.offsets is not None and part.weights is None for part in own)
                 finds.append((plan, own[0].features, bags))
                 given.append(own)
-        except Exception as error:  # told to the others first, which would wait otherwise
+        except Exception as error:  # the other ranks must learn of it first, or they would wait
             refused = error
         flat, send, room = self._laid_out(finds)
         try:
@@ -404,16 +338,15 @@ class OwnedGroup(RankGroup):
         except Exception as error:
             refused = refused or error
             flat.zero_()
-        told = told_numbers([(plan.number, bags) for plan, _, bags in finds])
-        call = Call(UPDATE, finds[0][0].number if finds else 0, self.names, told, refused is not None)
+        detail = checksum([(plan.number, bags) for plan, _, bags in finds])
+        call = Call(UPDATE, finds[0][0].number if finds else 0, self.names, detail, refused is not None)
         sizes = [
             [self._served(plan.asked[rank], self._wired(features)[self.rank], bags) for plan, features, bags in finds]
             for rank in range(self.ranks)
         ]
         came = yield Send("gradients", call, self.exchange.cast(flat), send, [sum(map(sum, own)) for own in sizes])
         if refused is not None:
-            refused.add_note(TOLD)
-            raise refused
+            raise reported(refused)
         came = self.exchange.as_float(came).to(self.device)
         room = iter(came.split([size for own in sizes for find in own for size in find]))
         for rank in range(self.ranks):
@@ -428,11 +361,11 @@ class OwnedGroup(RankGroup):
                 held.update(asks, step)
 
     def _laid_out(self, finds: Sequence[tuple[_Plan, Features, bool]]) -> tuple[Tensor, list[int], list[list[Tensor]]]:
-        """Room for the gradients of finds, rank after rank; floats for each rank; and of each find that of each bucket
-        of each rank."""
+        """A buffer for the gradients of finds, ordered by rank; the number of floats per rank; and, for each find, the
+        parts of the buffer for each rank's buckets."""
         expected = [list(self._expected(*find)) for find in finds]
         order = [(rank, number, size) for number, own in enumerate(expected) for rank, size in own]
-        order.sort(key=lambda one: one[:2])  # of one rank and find as they are expected
+        order.sort(key=lambda one: one[:2])  # stable: within a rank and a find, the order of `_expected`
         flat = self._room(sum(size for _, _, size in order))
         send, room = [0] * self.ranks, [[] for _ in finds]
         for (rank, number, size), to in zip(order, flat.split([size for _, _, size in order]), strict=True):
@@ -441,7 +374,7 @@ class OwnedGroup(RankGroup):
         return flat, send, room
 
     def _gradients(self, plan: _Plan, parts: Sequence[Part], bags: bool, room: Sequence[Tensor]) -> None:
-        """The gradients of one find for each bucket of each rank, into ``room``."""
+        """Write the gradients of one find, for each bucket of each rank, to ``room``."""
         features = parts[0].features
         if bags and plan.bags >= 0:
             shape = [plan.bags, features.width]
@@ -471,12 +404,12 @@ class OwnedGroup(RankGroup):
 
 
 def _sizes(head: Sequence[int], buckets: Sequence[Bucket], wired: Sequence[Wired]) -> Iterator[int]:
-    """Words that come for each bucket."""
+    """The number of int64 values received for each bucket."""
     words = iter(head[1:])
     for bucket, wire in zip(buckets, wired, strict=True):
         yield sum(next(words) for _ in bucket.tables) + max(0, head[0]) * len(wire.order)
 
 
 def _floats(asked: Asked, wired: Wired, width: int, bags: bool) -> int:
-    """What answers, or what comes for, one bucket."""
+    """The number of floats in one bucket's answer, and in its gradients."""
     return (asked.bags * len(wired.order) if bags and asked.bags >= 0 else sum(asked.counts)) * width

@@ -1,4 +1,4 @@
-"""Who asks whom for which ids: worked out by `find`, kept in the tensors of a `Found`, used until the update."""
+"""The ids that ranks request from each other: computed by `find`, kept in a `Found`'s tensors until the update."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, tor
 
 
 class Dealt(NamedTuple):
-    """The ids of a batch, each one once, dealt out to the ranks that own them."""
+    """The distinct ids of a batch, grouped by the rank that owns them."""
 
     where: Tensor
-    """int32 ``[N]``: where the row of each id starts in the floats of all ``ids``; -1 for padding."""
+    """int32 ``[N]``: where each id's row starts in the floats of all ``ids``; -1 for padding."""
     ids: Tensor
-    """int64, rank after rank, and for each rank table after table."""
+    """int64, ordered by rank and then by table."""
     sizes: Tensor
-    """int32 ``[W * K]``: the ids for each rank and table."""
+    """int32 ``[W * K]``: the number of ids for each rank and table."""
 
 
 def deal_out(ids: Tensor, counts: Sequence[int], features: Features, tables: int, ranks: int, dim: int) -> Dealt:
-    """Ids of features, feature 0 first, by rank (``id mod W``, rounding down) and table."""
+    """Group the ids of features, feature 0 first, by rank (``id mod W``, rounding down) and table."""
     if features.padding is not None:
         keep = ids != features.padding
         kept = [int(part.sum()) for part in keep.split(list(counts))]
@@ -57,38 +57,38 @@ def deal_out(ids: Tensor, counts: Sequence[int], features: Features, tables: int
 
 @dataclass(frozen=True)
 class Plan:
-    """What a `Found` says in plain numbers, and what came with it."""
+    """The unpacked contents of a `Found`."""
 
     number: int
-    """Of the find."""
+    """The number of the find."""
     asked: list[int]
-    """``[W * K]``: the distinct ids that this rank asks of each rank and table."""
+    """``[W * K]``: the number of distinct ids that this rank requests from each rank and table."""
     served: list[int]
-    """``[W * K]``: those that each rank asks of this one."""
+    """``[W * K]``: the number that each rank requests from this one, by table."""
     came: Tensor
-    """int64: the ids asked of this rank, rank after rank and table after table."""
+    """int64: the ids requested from this rank, ordered by rank and then by table."""
     kept: list[Tensor]
-    """What the local groups keep of them."""
+    """The tensors that the local groups keep for them."""
 
     def per_rank(self, counts: Sequence[int], ranks: int) -> list[int]:
         k = len(counts) // ranks
         return [sum(counts[r * k : (r + 1) * k]) for r in range(ranks)]
 
     def packed(self) -> Tensor:
-        """As one tensor."""
+        """This plan as one tensor."""
         return pack(self.number, [len(self.asked), *self.asked, *self.served], [self.came, *self.kept])
 
     @staticmethod
     def of(found: Found, blocks: int) -> Plan:
-        """What `packed` made."""
+        """The inverse of `packed`."""
         number, values, tensors = unpack(found)
         if not values or values[0] != blocks or len(values) != 1 + 2 * blocks or not tensors:
-            raise ConfigError(f"found must be of a group with {blocks} blocks of ids, got {values[:1]}")
+            raise ConfigError(f"found must come from a group with {blocks} blocks of ids, got {values[:1]}")
         return Plan(number, values[1 : 1 + blocks], values[1 + blocks :], tensors[0], tensors[1:])
 
 
 def pack(number: int, values: Sequence[int], tensors: Sequence[Tensor]) -> Tensor:
-    """The number of a find, values and tensors as one int64 tensor, which autograd can keep as `Found.came`."""
+    """Pack a find's number, values and tensors into one int64 tensor, which autograd can keep as `Found.came`."""
     about, raw = [number, len(values), *values, len(tensors)], []
     for tensor in tensors:
         about += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
@@ -101,11 +101,11 @@ def pack(number: int, values: Sequence[int], tensors: Sequence[Tensor]) -> Tenso
 
 
 def unpack(found: Found) -> tuple[int, list[int], list[Tensor]]:
-    """What `pack` made."""
+    """The inverse of `pack`."""
     came = found.came
     length = int(came[0]) if came.numel() and came.dtype == torch.int64 else 0
     if not 3 <= length < came.numel():
-        raise ConfigError("found must be what find of this group returned")
+        raise ConfigError("found must be a result of this group's find")
     about = came[1 : 1 + length].tolist()
     number, size = about[:2]
     values, rest = about[2 : 2 + size], iter(about[2 + size :])

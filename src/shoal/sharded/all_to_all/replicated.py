@@ -1,4 +1,4 @@
-"""`ReplicatedGroup`: small tables of which every rank has all rows; gradients go to all ranks, nothing else."""
+"""`ReplicatedGroup`: small tables with all rows on every rank; only gradients are sent, to all ranks."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.sharded.all_to_all.base import MISSING, TOLD, RankGroup, told_numbers
+from shoal.sharded.all_to_all.base import MISSING, RankGroup, checksum, reported
 from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call
 from shoal.sharded.all_to_all.local import step_of
 from shoal.sharded.all_to_all.plan import Dealt, deal_out, pack, unpack
-from shoal.sharded.all_to_all.rounds import Send, Steps, nothing, room_for
+from shoal.sharded.all_to_all.rounds import Send, Steps, no_exchanges, room_for
 from shoal.sharded.bags import add_gradients
 from shoal.table.protocol import Features, Found, Group, Missing, Part, Step, groups_of
 
 
 class _Plan:
-    """What a `Found` says."""
+    """The unpacked contents of a `Found`."""
 
     def __init__(self, number: int, counts: list[list[int]], tensors: list[Tensor]) -> None:
         self.number = number
         self.counts = counts
-        """``[W][K]``: the distinct ids of every rank, by table."""
+        """``[W][K]``: the number of distinct ids of every rank, by table."""
         self.ids, self.where, *self.kept = tensors
 
 
 class ReplicatedGroup(RankGroup):
-    """Tables of one ``dim``, all of whose rows every rank has.
+    """Tables of one ``dim`` with all rows on every rank.
 
-    Reading is local. ``find`` tells the others how many distinct ids there are (one exchange, of counts), and
-    ``update`` sends ids and gradients to all of them (one); each rank then makes every rank's update, rank 0's first,
-    so that all have the same rows, to the last bit.
+    Reading is local. ``find`` exchanges the numbers of distinct ids (one exchange), and ``update`` sends ids and
+    gradients to all ranks (one); each rank then applies every rank's update, in the order of the ranks, so that all
+    ranks have bit-identical rows.
     """
 
     def __init__(self, tables: tuple[Any, ...]) -> None:
@@ -60,17 +60,16 @@ class ReplicatedGroup(RankGroup):
                 some, each = self._some(ids, sizes, own)
                 found = group.find(some, each, wired, missing=missing)
                 kept += [found.where, found.came]
-        except Exception as error:  # told to the others first, which would wait otherwise
+        except Exception as error:  # the other ranks must learn of it first, or they would wait
             refused = error
         call = Call(FIND, number, self.names, MISSING[missing], refused is not None)
-        told = yield self.counts(call, dealt)
+        received = yield self.counts(call, dealt)
         if refused is not None or dealt is None:
             assert refused is not None
-            refused.add_note(TOLD)
-            raise refused
+            raise reported(refused)
         tensors = [dealt.ids, dealt.where, *kept]
-        plan = _Plan(number, self._by_rank(told.tolist()), tensors)
-        return Found(ids, counts, dealt.where, self.remember(pack(number, told.tolist(), tensors), plan))
+        plan = _Plan(number, self._by_rank(received.tolist()), tensors)
+        return Found(ids, counts, dealt.where, self.remember(pack(number, received.tolist(), tensors), plan))
 
     def _by_rank(self, counts: list[int]) -> list[list[int]]:
         k = len(self.tables)
@@ -82,16 +81,16 @@ class ReplicatedGroup(RankGroup):
             return recent
         number, values, tensors = unpack(found)
         if len(values) != len(self.tables) * self.ranks or len(tensors) < 3:
-            raise ConfigError(f"found must be what find of a group of {len(self.tables)} tables returned")
+            raise ConfigError(f"found must be a result of find of a group of {len(self.tables)} tables")
         return _Plan(number, self._by_rank(values), tensors)
 
-    def counts(self, call: Call, told: Any) -> Send:
+    def counts(self, call: Call, mine: Any) -> Send:
         k = len(self.tables)
-        mine = torch.zeros(k, dtype=torch.int64, device="cpu") if told is None else told.sizes.long().cpu()
-        return Send("id_sizes", call, mine.repeat(self.ranks), [k] * self.ranks, [k] * self.ranks)
+        sizes = torch.zeros(k, dtype=torch.int64, device="cpu") if mine is None else mine.sizes.long().cpu()
+        return Send("id_sizes", call, sizes.repeat(self.ranks), [k] * self.ranks, [k] * self.ranks)
 
     def _wired(self, features: Features) -> list[tuple[list[int], Features]]:
-        """Of each local group: the features that it serves, and they as it knows them."""
+        """For each local group: the numbers of the features that it serves, and their `Features`."""
         found = self._wirings.get(features)
         if found is None:
             found = []
@@ -108,7 +107,7 @@ class ReplicatedGroup(RankGroup):
         return found
 
     def _some(self, values: Tensor, sizes: Sequence[int], own: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The elements of some features, and their counts."""
+        """The elements of the features ``own``, and their counts."""
         counts = torch.tensor([sizes[f] for f in own], dtype=torch.int64, device="cpu")
         if len(own) == len(sizes):
             return values.contiguous(), counts
@@ -118,7 +117,7 @@ class ReplicatedGroup(RankGroup):
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def rows_steps(self, found: Found, features: Features, *, missing: Missing) -> Steps[Tensor]:
-        yield from nothing()
+        yield from no_exchanges()
         plan = self._plan(found)
         sizes = found.sizes(features)
         out: Tensor | None = None
@@ -146,7 +145,7 @@ class ReplicatedGroup(RankGroup):
         missing: Missing,
         marks: Tensor | None = None,
     ) -> Steps[None]:
-        yield from nothing()
+        yield from no_exchanges()
         plan = self._plan(found)
         sizes = found.sizes(features)
         for number, (group, _) in enumerate(self._groups):
@@ -161,7 +160,7 @@ class ReplicatedGroup(RankGroup):
             marked = marks
             if marks is not None and len(own) != len(sizes):
                 marked = marks.new_empty(ids.numel(), marks.shape[1])
-            more = {} if marked is None else {"marks": marked}  # a group that has no max takes none
+            more = {} if marked is None else {"marks": marked}  # groups without max pooling do not accept the argument
             group.pooled(some, wired, at, factors, out, missing=missing, **more)
             if marks is not None and marked is not None and marked is not marks:
                 parts = marks.split(sizes)
@@ -169,7 +168,7 @@ class ReplicatedGroup(RankGroup):
                     parts[f].copy_(part)
 
     def inserted(self, found: Found, create: Callable[[Tensor], Tensor]) -> Tensor:
-        """The rows of one table's ids, which ``create(ids)`` makes on every rank, those that rank 0 asked for first."""
+        """The rows of one table's ids. ``create(ids)`` inserts them on every rank, in the order of requesting ranks."""
         plan = self._plan(found)
 
         def steps() -> Steps[Tensor]:
@@ -191,20 +190,16 @@ class ReplicatedGroup(RankGroup):
         finds: list[tuple[_Plan, Tensor]] = []
         try:
             self.check_update(each)
-            by_find: dict[int, tuple[_Plan, list[Part]]] = {}
-            for part in parts:
-                plan = self._plan(part.found)
-                by_find.setdefault(plan.number, (plan, []))[1].append(part)
-            for plan, own in (by_find[number] for number in sorted(by_find)):
+            for plan, own in self.by_find(parts, lambda part: self._plan(part.found)):
                 flat = add_gradients(own, plan.ids.numel(), self.dim)
                 for k, values in enumerate(flat.split([n * self.dim for n in plan.counts[self.rank]])):
                     self.check_finite(values, [k])
                 finds.append((plan, self.exchange.cast(flat)))
-        except Exception as error:  # told to the others first, which would wait otherwise
+        except Exception as error:  # the other ranks must learn of it first, or they would wait
             refused = error
             finds = []
-        told = told_numbers([plan.number for plan, _ in finds])
-        call = Call(UPDATE, finds[0][0].number if finds else 0, self.names, told, refused is not None)
+        detail = checksum([plan.number for plan, _ in finds])
+        call = Call(UPDATE, finds[0][0].number if finds else 0, self.names, detail, refused is not None)
         item = self.exchange.backward_dtype.itemsize
         sizes = [
             [(sum(plan.counts[r]) * 8, _aligned(sum(plan.counts[r]) * self.dim * item)) for plan, _ in finds]
@@ -221,8 +216,7 @@ class ReplicatedGroup(RankGroup):
                 at += ids + grads
         came = yield Send("gradients", call, sent, [mine] * self.ranks, recv)
         if refused is not None:
-            refused.add_note(TOLD)
-            raise refused
+            raise reported(refused)
         room = iter(came.to(self.device).split([size for own in sizes for pair in own for size in pair]))
         for rank in range(self.ranks):
             given = []
@@ -233,7 +227,7 @@ class ReplicatedGroup(RankGroup):
             self._apply(given, step)
 
     def _apply(self, given: Sequence[tuple[Tensor, list[int], Tensor]], step: Step) -> None:
-        """One rank's update: ids by table, their counts and gradients, of each find."""
+        """Apply one rank's update, given the ids by table, counts and gradients of each find."""
         for group, places in self._groups:
             features = Features(tuple(range(len(places))))
             parts = []
@@ -251,5 +245,5 @@ class ReplicatedGroup(RankGroup):
 
 
 def _aligned(size: int) -> int:
-    """Bytes, so that ids can follow."""
+    """``size`` in bytes, rounded up to the alignment of ids."""
     return -(-size // 8) * 8

@@ -1,4 +1,4 @@
-"""Calls over ranks as steps: each says what it exchanges next, and calls that run together share every exchange."""
+"""Calls over ranks as generators that yield their exchanges; calls that run together share every exchange."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.buffers import empty_of
 from shoal.sharded.all_to_all.exchange import Call, Exchange
 
 T = TypeVar("T")
-_ALIGNED = 8  # bytes, so that what comes can be viewed as any type
+_ALIGNED = 8  # bytes, so that received data can be viewed as any type
 
 
 class Send(NamedTuple):
@@ -21,26 +21,26 @@ class Send(NamedTuple):
 
     name: str
     call: Call | None
-    """None: the ranks have told each other in the exchange before this one, of the same call."""
+    """None if the exchange before this one, in the same call, has checked it."""
     flat: Tensor
     send: Sequence[int]
     recv: Sequence[int]
 
 
 Steps = Generator[Send, Tensor, T]
-"""A call: it yields what it sends, gets what came, and returns its result."""
+"""A call: it yields each `Send`, gets the received tensor, and returns its result."""
 
 
-def nothing() -> Steps[None]:
-    """No exchange: what a call that needs none is made of."""
+def no_exchanges() -> Steps[None]:
+    """A call without exchanges."""
     return
     yield
 
 
 def run(exchange: Exchange, calls: Sequence[Steps[Any]]) -> list[Any]:
-    """The results of calls whose exchanges are made together, the first of each, then the second, ...
+    """Run calls and return their results. The first exchanges of all calls are made as one, then the second, ...
 
-    Every rank makes the same calls in the same order. What one of them raises ends them all.
+    Every rank must make the same calls in the same order. An error in one of them ends all of them.
     """
     results: list[Any] = [None] * len(calls)
     waiting: list[tuple[int, Send]] = []
@@ -67,7 +67,7 @@ def run(exchange: Exchange, calls: Sequence[Steps[Any]]) -> list[Any]:
 
 
 def _exchanged(exchange: Exchange, sends: Sequence[Send]) -> list[Tensor]:
-    """What came of each of several sends, in one exchange."""
+    """Make one exchange for several sends; returns the received tensor of each."""
     if len(sends) == 1:
         (one,) = sends
         return [exchange.send(one.name, one.call, one.flat, one.send, one.recv)]
@@ -85,7 +85,7 @@ def _exchanged(exchange: Exchange, sends: Sequence[Send]) -> list[Tensor]:
     awaited = [[_padded(one.recv[r] * one.flat.element_size()) for one in sends] for r in ranks]
     name = "_and_".join(dict.fromkeys(one.name for one in sends))
     came = exchange.send(name, call, sent, [sum(own) for own in sizes], [sum(own) for own in awaited])
-    if call is not None and call.failed:  # nobody has sent what it has; this rank raises why
+    if call is not None and call.failed:  # no rank has sent its data; this rank raises its own error
         return [one.flat.new_zeros(sum(one.recv)) for one in sends]
     blocks = came.split([size for own in awaited for size in own])
     results = []
@@ -96,18 +96,18 @@ def _exchanged(exchange: Exchange, sends: Sequence[Send]) -> list[Tensor]:
 
 
 def room_for(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[size]``, uninitialised; on the host of memory that was used before where there is some."""
+    """An uninitialised tensor ``[size]``; on the CPU it reuses memory if possible."""
     return empty_of(size, dtype) if device.type == "cpu" else torch.empty(size, dtype=dtype, device=device)
 
 
 def _joined(calls: Sequence[Call]) -> Call:
-    """One call that is equal on all ranks where each of ``calls`` is."""
+    """Join calls into one that is equal on all ranks if each of ``calls`` is."""
     first = calls[0]
     if len(calls) == 1:
         return first
-    told = zlib.crc32(repr([(call.kind, call.number, call.detail) for call in calls]).encode())
+    detail = zlib.crc32(repr([(call.kind, call.number, call.detail) for call in calls]).encode())
     names = tuple(name for call in calls for name in call.names)
-    return Call(first.kind, first.number, names, told, any(call.failed for call in calls))
+    return Call(first.kind, first.number, names, detail, any(call.failed for call in calls))
 
 
 def _padded(size: int) -> int:

@@ -1,4 +1,4 @@
-"""`AllToAllHashTable`: a table over all ranks, in any way, with the methods of one local table."""
+"""`AllToAllHashTable`: a table spread over all ranks, in any way, with the methods of a local table."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from shoal.table.protocol import Features, Found, Group, Missing, Part, Step, gr
 from shoal.table.table import HashTable
 
 _ONE = Features()
-_ASIDE = 1 << 40  # the first number of finds aside
+_ASIDE = 1 << 40  # the first number of finds through the second channel
 _GROUPS = {"row": AllToAllGroup, "table": OwnedGroup, "column": OwnedGroup, "data": ReplicatedGroup}
 
 
 class AllToAllHashTable:
     """One table whose rows are spread over the ranks of a process group; on one rank a plain table.
 
-    How they are spread is its ``way``: by row (``id mod W``), as a whole on one rank, by column, or as copies on all
-    ranks. Results are the same, and so are checkpoints, which a table of any way and any number of ranks restores.
-    Tables of all ways in one model share their exchanges.
+    Its ``way`` determines how they are spread: by row (``id mod W``), all on one rank, by column, or as copies on all
+    ranks. Results do not depend on it. Neither do checkpoints: a table of any way, on any number of ranks, can restore
+    them. Tables of different ways in one model share their exchanges.
 
-    It is used in place of a `shoal.HashTable`, in `shoal.nn.HashEmbeddingBag` for example, but every rank must call it
-    together with the others, also a rank that has no ids. Updates are summed over a rank's equal ids; an id that
-    several ranks use makes one step per rank, rank 0's first.
+    It is used like a `shoal.HashTable`, in `shoal.nn.HashEmbeddingBag` for example, but all ranks must call it
+    together, even those without ids. Gradients are summed over a rank's equal ids; an id that several ranks use gets
+    one step per rank, in the order of the ranks.
 
-    Ids on a GPU are de-duplicated and dealt out there, and their rows come back there; the table itself may be on
-    either device (its ``device``).
+    Ids on a GPU are de-duplicated there, and their rows are returned there; the table itself can be on either device
+    (its ``device``).
 
     >>> import torch
     >>> from shoal.sharded import AllToAllHashTable
@@ -61,9 +61,9 @@ class AllToAllHashTable:
     [[-2.0, -2.0]]
 
     Args:
-        dim: width of an embedding; further keywords are those of `shoal.HashTable`.
+        dim: width of an embedding; further keyword arguments are those of `shoal.HashTable`.
         backend: the ranks; the default process group unless given.
-        factory: builds this rank's shard from its rank in place of ``dim`` and the keywords.
+        factory: builds this rank's shard, given the rank; it replaces ``dim`` and the keyword arguments.
         way: ``"row"``, ``"table:3"`` (on rank 3), ``"column:0,2"`` (slices on ranks 0 and 2; ``"column"``: on all),
             ``"data"``, or a `Way`. `shoal.sharded.plan` chooses ways.
     """
@@ -84,7 +84,7 @@ class AllToAllHashTable:
         ranks = self.exchange.main
         self.world_size, self.rank = ranks.world_size, ranks.rank
         self.shape = factory(self.rank) if factory is not None else HashTable(dim or 1, name=name, **table)
-        """A table with rows of full width: this rank's rows, but for columns, of which it has no rows."""
+        """A table with rows of full width. It holds this rank's rows; it is empty if the table is spread by column."""
         self.name = self.shape.name
         self.dim_size = self.shape.dim_size
         self.config = self.shape.config
@@ -92,14 +92,14 @@ class AllToAllHashTable:
         if self.way.kind in ("column", "data") and getattr(self.shape, "has_budget", False):
             raise ConfigError(
                 f"table {self.name!r}: a table with max_rows or max_bytes must be spread by row or be on one rank, got "
-                f"way={str(way)!r}: ranks that hold slices or copies of a row would let different ones go"
+                f"way={str(way)!r}: ranks with slices or copies of the same rows would evict different ones"
             )
         if self.world_size > 1:
             self.way.check(self.name, self.dim_size, self.world_size, self.shape)
         self.table = self._own()
         """This rank's rows."""
         self.last_spread: tuple[list[int], list[int]] | None = None
-        """The distinct ids that the last find asked of each rank, and those that each rank asked of this one."""
+        """The numbers of distinct ids that the last find requested from each rank, and each rank from this one."""
         self._home = home(self.shape)
         self._finds = itertools.count(1)
         self._finds_aside = itertools.count(_ASIDE)
@@ -115,11 +115,11 @@ class AllToAllHashTable:
 
     @staticmethod
     def make_group(tables: tuple[AllToAllHashTable, ...]) -> Group:
-        """One exchange per direction for all of them."""
+        """A group of tables, with one exchange per direction for all of them."""
         return OneRankGroup(tables) if tables[0].world_size == 1 else _GROUPS[tables[0].way.kind](tables)
 
     def group_key(self) -> Hashable:
-        """Tables over the same ranks with rows of one width, spread alike, are one group."""
+        """Equal for tables that form one group: over the same ranks, of one row width, spread alike."""
         if self.world_size > 1:
             return _GROUPS[self.way.kind], self.exchange.main.key, self.dim_size, self._home
         local = self.table
@@ -128,7 +128,7 @@ class AllToAllHashTable:
     def next_find(self) -> int:
         """The number of the next find of a group whose first table this is; the same on every rank.
 
-        Finds through the second channel (see `shoal.comm.ranks.aside`) have numbers of their own.
+        Finds through the second channel (see `shoal.comm.ranks.aside`) are numbered separately.
         """
         return next(self._finds if self.exchange.ranks is self.exchange.main else self._finds_aside)
 
@@ -144,14 +144,14 @@ class AllToAllHashTable:
 
     @property
     def clocked(self) -> bool:
-        """Whether a write without ``req_time`` takes the current time; False: 0."""
+        """Whether a write without ``req_time`` uses the current time; otherwise it uses 0."""
         return self.table.clocked
 
     def write_spread(self, global_step: int) -> None:
-        """How the ids and rows of the last batch spread over the ranks, to the process's summary writer.
+        """Write how the last batch's ids and rows are spread over the ranks to the process's summary writer.
 
-        All ranks call it together; `apply_gradients` does while ``FLAGS.enable_alltoall_metrics`` is on. Nothing is
-        written before the first batch, nor on one rank.
+        All ranks must call it together; `apply_gradients` does so while ``FLAGS.enable_alltoall_metrics`` is on.
+        Nothing is written before the first batch, or if there is only one rank.
         """
         if self.last_spread is None:
             return
@@ -164,12 +164,12 @@ class AllToAllHashTable:
         self, ids: Tensor, use_multi_threads: bool = False, enable_dedup: bool = False, *,
         insert_missing: bool = False, req_time: Any = None,
     ) -> Tensor:  # fmt: skip
-        """``[n, dim]``; unknown ids give zeros, or get a row with ``insert_missing``."""
+        """The rows of ids, ``[n, dim]``. Unknown ids give zeros; with ``insert_missing`` they get a row."""
         try:
             ids = ids_anywhere(ids, self.name).view(-1)
             seconds = as_time(req_time, self.name, clocked=self.clocked) if insert_missing else 0
         except Exception as error:
-            raise self._group.refused(error)  # noqa: B904, it is the same
+            raise self._group.refused(error)  # noqa: B904, it is the same error
         if not insert_missing:
             found = self._find(ids, "zeros")
             return self._group.rows(found, _ONE, missing="zeros").to(ids.device)
@@ -185,14 +185,14 @@ class AllToAllHashTable:
         self, ids: Tensor, grads: Tensor, global_step: Any = 0, use_multi_threads: bool = False,
         enable_dedup: bool = True, req_time: Any = None,
     ) -> AllToAllHashTable:  # fmt: skip
-        """One optimizer step per rank and distinct id with the sum of that rank's gradients."""
+        """Make one optimizer step per rank and distinct id, with the sum of that rank's gradients."""
         try:
             ids = ids_anywhere(ids, self.name).view(-1)
             grads = rows_anywhere(grads, ids.numel(), self.dim_size, self.name, "grads", ids.device)
             step = as_int(global_step, self.name, "global_step")
             seconds = as_time(req_time, self.name, clocked=self.clocked)
         except Exception as error:
-            raise self._group.refused(error)  # noqa: B904, it is the same
+            raise self._group.refused(error)  # noqa: B904, it is the same error
         found = self._find(ids, "initial")
         if flags.enable_alltoall_metrics:
             self.write_spread(step)
@@ -210,7 +210,7 @@ class AllToAllHashTable:
         return group_of((self,))
 
     def assign(self, ids: Tensor, values: Tensor, req_time: Any = None) -> AllToAllHashTable:
-        """Every rank's rows, those of rank 0 first; the last of equal ids wins."""
+        """Write every rank's rows, in the order of the ranks; the last of equal ids wins."""
         return self._write("assign", ids, values, req_time)
 
     def assign_add(self, ids: Tensor, values: Tensor, req_time: Any = None) -> AllToAllHashTable:
@@ -222,7 +222,7 @@ class AllToAllHashTable:
             ids = ids_anywhere(ids, self.name).view(-1).to(self._home)
             values = rows_anywhere(values, ids.numel(), self.dim_size, self.name, "values", self._home)
             seconds = as_time(req_time, self.name, clocked=self.clocked)
-        except Exception as error:  # told to the others first, which would wait otherwise
+        except Exception as error:  # the other ranks must learn of it first, or they would wait
             refused, seconds = error, 0
             ids = torch.empty(0, dtype=torch.int64, device=self._home)
             values = torch.empty(0, device=self._home)
@@ -246,7 +246,7 @@ class AllToAllHashTable:
         return self
 
     def _dealt(self, ids: Tensor) -> tuple[list[Tensor], list[tuple[int, int]]]:
-        """For each rank the places of ``ids`` that it has something of, and the columns that it has."""
+        """For each rank the positions of the ``ids`` that it holds, and the columns that it holds of them."""
         every = torch.arange(ids.numel(), device=ids.device)
         whole, world = (0, self.dim_size), self.world_size
         if self.way.kind == "row" or world == 1:
@@ -260,16 +260,16 @@ class AllToAllHashTable:
         return places, columns
 
     def owner(self, ids: Tensor) -> Tensor:
-        """The rank of each id, in a table by row; of other ways ``way`` says who has what."""
+        """The rank that holds each id, in a table spread by row. For other ways, see ``way``."""
         return shard_of(ids, self.world_size)
 
     def size(self) -> int:
-        """Rows of the table; all ranks call it together."""
+        """The number of rows of the whole table. All ranks must call it together."""
         sizes = self.exchange.ranks.gather_totals(self.table.size())
         return sum(sizes) if self.way.kind == "row" else sizes[self.way.holders(self.world_size)[0]]
 
     def share(self) -> Share:
-        """What this rank has, saves and loads of the table's rows."""
+        """The share of the table's rows that this rank holds, saves and loads."""
         world, rank, whole = self.world_size, self.rank, (0, 1)
         share = Share(self.table, self.shape, rank, world, gather=self.exchange.ranks.gather_totals)
         if world == 1:
@@ -285,9 +285,9 @@ class AllToAllHashTable:
         return replace(share, first_column=mine.begin, leads=mine is slices[0])
 
     def own_rows(self) -> HashTable:
-        """The rows that this rank saves, with full width: every row of the table is saved by one rank.
+        """The rows that this rank saves, with full width. Every row of the table is saved by exactly one rank.
 
-        All ranks call it together. By column it takes the memory of a ``W``-th of the table.
+        All ranks must call it together. If the table is spread by column, this needs memory for 1/W of it.
         """
         if self.way.kind == "column" and self.world_size > 1:
             return rows_by_id(self)
@@ -296,10 +296,10 @@ class AllToAllHashTable:
         return self.table
 
     def load_rows(self, load: Callable[[Any, tuple[int, int] | None], Any]) -> None:
-        """Replaces all rows by those that ``load(table, shard)`` puts into a table of full width.
+        """Replace all rows with those that ``load(table, shard)`` loads into a table of full width.
 
-        All ranks call it together. ``shard``: ``(rank, W)`` where only the ids with ``id mod W == rank`` are wanted;
-        None: all.
+        All ranks must call it together. ``shard`` is ``(rank, W)`` if only ids with ``id mod W == rank`` are needed,
+        and None if all are.
         """
         share = (self.rank, self.world_size)
         if self.way.kind == "row" or self.world_size == 1:
@@ -314,12 +314,12 @@ class AllToAllHashTable:
             self._together("restore", self.table.clear)
 
     def save(self, folder: str | os.PathLike[str]) -> AllToAllHashTable:
-        """Writes every rank's rows to a folder that all ranks reach; all of them call it together.
+        """Write every rank's rows to a folder that all ranks can access. All ranks must call it together.
 
-        A folder with an earlier save then has this one in its place, in one step: a crash leaves the one or the other.
+        An earlier save in the folder is replaced atomically: a crash leaves either the old or the new one.
 
         Raises:
-            PeerError: another rank could not write. The earlier save is as it was, on every rank.
+            PeerError: another rank could not write. The earlier save is unchanged.
         """
         path = os.fspath(folder)
         token = self.exchange.ranks.gather_totals(secrets.randbits(62) if self.rank == 0 else 0)[0]
@@ -342,11 +342,11 @@ class AllToAllHashTable:
         return self
 
     def _together(self, what: str, do: Callable[[], Any]) -> None:
-        """Does this rank's part and waits for the others; raises on every rank when one of them failed."""
+        """Do this rank's part and wait for the others; raises on every rank if one of them failed."""
         failed: Exception | None = None
         try:
             do()
-        except Exception as error:  # told to the others first, which would wait otherwise
+        except Exception as error:  # the other ranks must learn of it first, or they would wait
             failed = error
         ranks = [rank for rank, bad in enumerate(self.exchange.ranks.gather_totals(int(failed is not None))) if bad]
         if failed is not None:
@@ -356,9 +356,9 @@ class AllToAllHashTable:
             raise PeerError(f"table {self.name!r}: {what} failed on rank(s) {named}; see their logs")
 
     def restore(self, folder: str | os.PathLike[str]) -> AllToAllHashTable:
-        """Replaces all rows with those of `save`, whatever number of ranks wrote them and however they were spread.
+        """Replace all rows with those of a `save` by any number of ranks, in any way.
 
-        All ranks call it together.
+        All ranks must call it together.
         """
         path = os.fspath(folder)
         try:
@@ -366,8 +366,10 @@ class AllToAllHashTable:
             fields = read.fields
             ranks = int(fields["world_size"])
         except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"table {self.name!r}: {path} is not a checkpoint of ranks ({error})") from error
-        saved: Saved | None = read if read.files else None  # version 0.1 named none
+            raise DataError(
+                f"table {self.name!r}: {path} is not a checkpoint of a table over ranks ({error})"
+            ) from error
+        saved: Saved | None = read if read.files else None  # version 0.1 listed no files
         bases = [os.path.join(path, f"rank-{rank:05d}", "rows") for rank in range(ranks)]
         same = ranks == self.world_size and not fields.get("empty_rank0") and fields.get("way", "row") == "row"
 
@@ -391,7 +393,7 @@ class AllToAllHashTable:
 
 
 def _is_needed(folder: str, staging: str) -> bool:
-    """Whether the manifest of a folder names files that are still in ``staging``."""
+    """Whether a folder's manifest names files that are still in ``staging``."""
     try:
         saved = read_saved(os.path.join(folder, MANIFEST), unsealed=True)
     except (DataError, OSError):

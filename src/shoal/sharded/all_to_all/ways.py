@@ -11,7 +11,7 @@ from shoal.errors import ConfigError, did_you_mean
 Kind = Literal["row", "table", "column", "data"]
 KINDS: tuple[str, ...] = get_args(Kind)
 WHOLE_ROW = frozenset({"rowwise_adagrad", "group_adagrad", "group_ftrl", "lamb", "batch_softmax"})
-"""Optimizers whose step of one column depends on the others, so that columns cannot be on several ranks."""
+"""Optimizers whose step for one column depends on the other columns, so that tables cannot be spread by column."""
 
 
 class Slice(NamedTuple):
@@ -24,7 +24,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Way:
-    """How a table is spread: by row, as a whole, by column, or as copies.
+    """How a table is spread: by row, on one rank, by column, or as copies.
 
     >>> Way.parse("column:0,2").ranks
     (0, 2)
@@ -32,12 +32,12 @@ class Way:
     'table:3'
 
     ``"row"``: a row is on the rank ``id mod W``. ``"table"``: all rows are on ``ranks[0]``. ``"column"``: every row is
-    cut into slices, one for each of ``ranks``. ``"data"``: every rank has all rows, and makes every update.
+    cut into slices, one for each of ``ranks``. ``"data"``: every rank has all rows and applies every update.
     """
 
     kind: Kind = "row"
     ranks: tuple[int, ...] = ()
-    """Of "table" and "column": who holds what. Empty: rank 0, or all ranks."""
+    """For "table" and "column": the ranks that hold rows. If empty: rank 0 for "table", all ranks for "column"."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -45,15 +45,17 @@ class Way:
                 f"a way must be one of {', '.join(KINDS)}, got {self.kind!r}{did_you_mean(self.kind, KINDS)}"
             )
         if self.ranks and self.kind in ("row", "data"):
-            raise ConfigError(f"a table sharded by {self.kind} is on all ranks; ranks must be empty, got {self.ranks}")
+            raise ConfigError(
+                f"ranks must be empty for a table sharded by {self.kind}, which is on all ranks, got {self.ranks}"
+            )
         if self.kind == "table" and len(self.ranks) > 1:
-            raise ConfigError(f"a table sharded by table is on one rank, got {self.ranks}")
+            raise ConfigError(f"a table sharded by table must be on one rank, got {self.ranks}")
         if len(set(self.ranks)) != len(self.ranks) or min(self.ranks, default=0) < 0:
             raise ConfigError(f"the ranks of a table must be distinct and >= 0, got {self.ranks}")
 
     @staticmethod
     def parse(text: str | Way) -> Way:
-        """``"row"``, ``"table"``, ``"table:3"``, ``"column"``, ``"column:0,2"`` or ``"data"``."""
+        """Parse ``"row"``, ``"table"``, ``"table:3"``, ``"column"``, ``"column:0,2"`` or ``"data"``."""
         if isinstance(text, Way):
             return text
         kind, _, ranks = str(text).partition(":")
@@ -68,11 +70,9 @@ class Way:
         return self.kind + (":" + ",".join(map(str, self.ranks)) if self.ranks else "")
 
     def check(self, name: str, dim: int, world_size: int, table: Any = None) -> None:
-        """Refuses ranks that there are not, and columns of tables that cannot be cut."""
+        """Raise for ranks that do not exist, and for "column" if the table cannot be cut into columns."""
         if any(rank >= world_size for rank in self.ranks):
-            raise ConfigError(
-                f"table {name!r}: way {self} names ranks beyond the {world_size} that there are (0..{world_size - 1})"
-            )
+            raise ConfigError(f"table {name!r}: the ranks of its way must be in 0..{world_size - 1}, got {self}")
         if self.kind != "column":
             return
         if len(self.holders(world_size)) > dim:
@@ -91,7 +91,7 @@ class Way:
         return tuple(range(world_size))
 
     def slices(self, dim: int, world_size: int) -> list[Slice]:
-        """Of a table by table or by column: its columns and who holds them; widths differ by at most one."""
+        """The slices of a "table" or "column" way. Their widths differ by at most one."""
         ranks = self.holders(world_size)
         edges = [dim * i // len(ranks) for i in range(len(ranks) + 1)]
         return [Slice(rank, a, b) for rank, (a, b) in zip(ranks, itertools.pairwise(edges), strict=True)]

@@ -1,4 +1,4 @@
-"""What a sharded batch is called in ``features`` and in the bundle that travels from a lookup to its update."""
+"""The keys of a sharded batch in ``features`` and in the bundle that a lookup passes to its update."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LISTS = ("shards", "shards_row_split", "shards_row_split_size")
 
 
 def take_shards(features: dict[str, Any], ctx: ParserCtx) -> dict[str, Any]:
-    """The sharded batch out of ``features``, names with ``/`` as dicts; a raw batch is sharded first."""
+    """Take the sharded batch out of ``features``; names with ``/`` become dicts. A raw batch is sharded first."""
     if SPARSE_FEATURES in features:
         params = params_of(ctx)
         sharded = shard_batch(features.pop(SPARSE_FEATURES), params, ctx.parser_type)
@@ -33,14 +33,14 @@ def take_shards(features: dict[str, Any], ctx: ParserCtx) -> dict[str, Any]:
             taken[name] = value
     if "shards" not in taken:
         raise ConfigError(
-            "features hold no sharded batch; call sharding_sparse_fids_with_context(batch, features) first, or put "
+            "features must hold a sharded batch; call sharding_sparse_fids_with_context(batch, features) first, or put "
             f"the batch under {SPARSE_FEATURES!r}"
         )
     return taken
 
 
 def keep_shards(sharded: Mapping[str, Any], bundle: dict[str, Any]) -> None:
-    """The ids of every table and part into the bundle."""
+    """Put the ids of every table and part into the bundle."""
     for name in LISTS:
         for key, value in sharded.get(name, {}).items():
             table, ps = key.rsplit(":", 1)
@@ -48,7 +48,7 @@ def keep_shards(sharded: Mapping[str, Any], bundle: dict[str, Any]) -> None:
 
 
 def pop_shards(bundle: dict[str, Any], tables: Sequence[str], shards: int) -> list[dict[str, Any]]:
-    """Out of it again: per part ``{"ids": {table: ids}, "splits": {table: row splits or None}}``."""
+    """Take the ids out of the bundle: per part ``{"ids": {table: ids}, "splits": {table: row splits or None}}``."""
     lists = []
     for ps in range(shards):
         ids, splits, _ = (
@@ -62,7 +62,7 @@ def keep_rows(
     bundle: dict[str, Any], lists: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Tensor]], *, fids: bool,
     native: bool,
 ) -> None:  # fmt: skip
-    """The rows that were read, and with ``fids`` whose they are."""
+    """Put the rows that were read into the bundle and, if ``fids``, also their ids."""
     for ps, (part, found) in enumerate(zip(lists, rows, strict=True)):
         for table, embs in found.items():
             key = f"{PREFIX}{table}:{ps}"
@@ -81,7 +81,7 @@ def rows_of(bundle: Mapping[str, Any], tables: Sequence[str], shards: int) -> li
 def work_of(
     bundle: Mapping[str, Any], tables: Sequence[str], shards: int, grads: Sequence[Tensor]
 ) -> list[dict[str, Any]]:
-    """Per part ids, row splits and gradients of its tables; ``grads`` in the order of `rows_of`."""
+    """Per part the ids, row splits and gradients of its tables; ``grads`` are in the order of `rows_of`."""
     lists = []
     for ps in range(shards):
         keys = {table: f"{PREFIX}{table}:{ps}" for table in tables}

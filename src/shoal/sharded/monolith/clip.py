@@ -12,10 +12,10 @@ from shoal.sharded.summary import scalar, writing
 
 
 class GradClipType(IntEnum):
-    """What is kept within ``clip_norm``."""
+    """The quantity that is limited to ``clip_norm``."""
 
     ClipByNorm = 1
-    """The norm of each tensor alone."""
+    """The norm of each tensor."""
     ClipByGlobalNorm = 2
     """One norm over all dense and sparse gradients."""
     ClipByValue = 3
@@ -45,7 +45,7 @@ def sparse_limit(
     clip_type: GradClipType | int, clip_norm: float | None, sparse_clip_norm: float | None, warmup_steps: int | None,
     step: int,
 ) -> float | None:  # fmt: skip
-    """The norm that sparse gradients may have. By global norm it rises with the step up to ``warmup_steps``."""
+    """The largest norm of sparse gradients. With ClipByGlobalNorm it rises with the step up to ``warmup_steps``."""
     if clip_type != GradClipType.ClipByGlobalNorm:
         return sparse_clip_norm
     limit = clip_norm if sparse_clip_norm is None else sparse_clip_norm
@@ -58,9 +58,9 @@ def clip_gradients(
     dense: Sequence[Tensor], sparse: Sequence[Tensor], clip_type: GradClipType, clip_norm: float | None,
     sparse_norm: float | None, step: int = 0,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """Both groups clipped; ``sparse_norm`` is what `sparse_limit` gave.
+    """Clip both groups; ``sparse_norm`` is the result of `sparse_limit`.
 
-    A global norm is written to the summary writer as ``global_gradient_norm`` of ``step``.
+    ClipByGlobalNorm writes the norm to the summary writer as ``global_gradient_norm``.
     """
     dense, sparse = list(dense), list(sparse)
     if clip_type == GradClipType.ClipByDenseAndSparse:
@@ -74,6 +74,5 @@ def clip_gradients(
         return scaled(dense, clip_norm, norm), scaled(sparse, sparse_norm, norm)
     if clip_type == GradClipType.ClipByValue:
         return [g.clamp(-clip_norm, clip_norm) for g in dense], [g.clamp(-clip_norm, clip_norm) for g in sparse]
-    return [scaled([g], clip_norm, torch.linalg.vector_norm(g))[0] for g in dense], [
-        scaled([g], clip_norm, torch.linalg.vector_norm(g))[0] for g in sparse
-    ]
+    dense = [scaled([g], clip_norm, torch.linalg.vector_norm(g))[0] for g in dense]
+    return dense, [scaled([g], clip_norm, torch.linalg.vector_norm(g))[0] for g in sparse]

@@ -1,4 +1,4 @@
-"""Tables by slot whose rows are dealt out to parameter servers, or to parts in this process, by ``id mod num_ps``."""
+"""Tables by slot whose rows are split over parameter servers, or over parts in this process, by ``id mod num_ps``."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def _lists(names: list[str], route: Route) -> list[Lists]:
 class DistributedMultiTypeHashTable:
     """Tables by slot, each in ``num_ps`` parts; ``table_factory(i, slot_to_config)`` builds part ``i`` of all of them.
 
-    A part is a `MultiTypeHashTable`, a `MultiHashTable`, or one of their remote forms. Where all parts have the raw
-    interface and ``transfer_float16`` is off, a call is one flat request over all tables per part, and lookups leave
-    out slots that do not exist. Otherwise an unknown slot raises ``KeyError``.
+    A part is a `MultiTypeHashTable`, a `MultiHashTable`, or one of their remote forms. If all parts have the raw
+    interface and ``transfer_float16`` is off, a call is one flat request over all tables per part, and lookups ignore
+    unknown slots. Otherwise an unknown slot raises ``KeyError``.
 
     Args:
-        transfer_float16: rows and summed gradients are rounded to float16 on their way, at half the bytes.
-        max_rpc_deadline_millis: how long a remote lookup of an exported model waits.
+        transfer_float16: rows and summed gradients are sent as float16, in half the bytes.
+        max_rpc_deadline_millis: the deadline of a remote lookup of an exported model.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class DistributedMultiTypeHashTable:
 
     @property
     def device(self) -> torch.device:
-        """Where the parts' rows are: the CPU unless they were built on a GPU."""
+        """The device of the parts' rows: the CPU unless they were built on a GPU."""
         return self._home
 
     @property
@@ -108,13 +108,13 @@ class DistributedMultiTypeHashTable:
     def assign(
         self, slot_to_id_and_value: Mapping[str, tuple[Tensor, Tensor]], req_time: Any = None
     ) -> DistributedMultiTypeHashTable:
-        """``{slot: (ids, values)}``; the last of equal ids wins."""
+        """Set rows from ``{slot: (ids, values)}``; the last of equal ids wins."""
         return self._write("assign", slot_to_id_and_value, req_time)
 
     def assign_add(
         self, slot_to_id_and_value: Mapping[str, tuple[Tensor, Tensor]], req_time: Any = None
     ) -> DistributedMultiTypeHashTable:
-        """``{slot: (ids, values)}``; every occurrence is added."""
+        """Add to rows from ``{slot: (ids, values)}``; every occurrence counts."""
         return self._write("assign_add", slot_to_id_and_value, req_time)
 
     def _write(
@@ -123,7 +123,7 @@ class DistributedMultiTypeHashTable:
         check_slots(writes, self._dims)
         export.check_writable(verb)
         seconds = as_time(req_time, "slots")
-        names = list(self._dims) if self.native else sorted(writes)  # a native table is written to as a whole
+        names = list(self._dims) if self.native else sorted(writes)  # a native part takes all its tables in one write
         split = []
         for name in names:
             ids, rows = writes.get(name, (_NO_IDS, ()))
@@ -158,9 +158,9 @@ class DistributedMultiTypeHashTable:
         return self
 
     def reinitialize(self, slot: str, ids: Tensor) -> tuple[DistributedMultiTypeHashTable, Tensor]:
-        """Fresh rows; int32 ``[n]`` in input order: 1 existed, 0 inserted, -1 for all if the slot is unknown."""
+        """Give ids fresh rows; int32 ``[n]`` in input order: 1 existed, 0 inserted, -1 if the slot is unknown."""
         if not self.native:
-            raise NotImplementedError("reinitialize needs native tables (MultiHashTable) on every part")
+            raise NotImplementedError("reinitialize needs a native table (MultiHashTable) in every part")
         export.check_writable("reinitialize")
         ids = host_ids(ids, slot, self._home).view(-1)
         status = torch.full((ids.numel(),), -1, dtype=torch.int32, device="cpu")
@@ -179,7 +179,7 @@ class DistributedMultiTypeHashTable:
         return sum(part.size() for part in self._tables)
 
     def as_op(self, name: str | None = None) -> DistributedMultiTypeHashTable:
-        """Waits until everything asked of these tables has been applied."""
+        """Wait until all writes to these tables have been applied."""
         for part in self._tables:
             part.as_op()
         return self

@@ -25,7 +25,7 @@ Given = Sequence[Any] | None
 
 
 class _Here:
-    """Makes the parts of tables in this process."""
+    """Builds the parts of tables in this process."""
 
     def __init__(
         self, num_ps: int, filters: Sequence[Any] | None, sync_clients: Sequence[Any] | None, device: Any
@@ -46,8 +46,10 @@ class _Here:
 
 
 class _OnServers:
-    """Makes the parts of tables on the servers of a client, which admit ids and hold rows there: filters, sync clients
-    and a device of this process would do nothing."""
+    """Builds the parts of tables on a client's servers.
+
+    Ids are admitted and rows are held there, so filters, sync clients and a device of this process are refused.
+    """
 
     def __init__(
         self, client: Any, filters: Sequence[Any] | None, sync_clients: Sequence[Any] | None, device: Any
@@ -55,17 +57,17 @@ class _OnServers:
         pushing = [each for each in sync_clients or () if each is not None]
         if not all(getattr(getattr(each, "handle", each), "is_dummy", False) for each in pushing):
             raise ConfigError(
-                "sync_clients push rows of tables in this process, the tables are on servers; nothing would be pushed. "
-                "Leave out sync_clients, or client= to keep the tables here"
+                "sync_clients push rows of tables in this process, but client= puts the tables on servers; leave out "
+                "sync_clients, or leave out client= to keep the tables here"
             )
         if device is not None and str(device) != "cpu":
             raise ConfigError(
-                f"device={device!r} is of this process, the tables are on servers; give client= or device="
+                f"device={device!r} is for tables in this process, but client= puts tables on servers; leave out one"
             )
         if any(f is not None and type(f).__name__ != "DummyHashFilter" for f in filters or ()):
             raise ConfigError(
-                "hash_filters are of this process, the tables are on servers; make these tables with "
-                "RemoteHashTable(..., filters={'type': 'sliding_hash_filter', ...}) in place of the factory"
+                "hash_filters are for tables in this process, but client= puts the tables on servers; instead of "
+                "calling the factory, use RemoteHashTable(..., filters={'type': 'sliding_hash_filter', ...})"
             )
         from shoal.sharded.ps.client import remote
 
@@ -78,14 +80,14 @@ class _OnServers:
         return self.remote.RemoteMultiTypeHashTable(self.client, i, configs)
 
     def multi(self, i: Any, configs: Configs, at: int) -> Any:
-        return self.remote.RemoteMultiHashTable(self.client, i, configs)
+        return self.remote.RemoteMultiHashTable(self.client, at, configs)
 
 
 def _place(num_ps: int, filters: Given, sync_clients: Given, client: Any, device: Any) -> _Here | _OnServers:
     here = client is None
     place = _Here(num_ps, filters, sync_clients, device) if here else _OnServers(client, filters, sync_clients, device)
     if num_ps > 0 and sync_clients and len(sync_clients) != num_ps:
-        raise AssertionError(f"sync_clients must hold one sync client per server, {num_ps}, got {len(sync_clients)}")
+        raise AssertionError(f"sync_clients must have one sync client per server, {num_ps}, got {len(sync_clients)}")
     return place
 
 
@@ -100,14 +102,14 @@ def create_multi_type_hash_table(
     client: Any = None,
     device: Any = "cpu",
 ) -> MergedMultiTypeHashTable:
-    """Slots of equal configuration merged, over ``num_ps`` parts.
+    """Tables in ``num_ps`` parts; slots of equal configuration share one table.
 
     With ``reduce_network_packets`` all tables of a part share one request. ``client``, a `PsClient`, puts the parts
     on its servers; otherwise they are in this process, and ``device="cuda"`` keeps their rows in GPU memory.
     """
     place = _place(num_ps, hash_filters, sync_clients, client, device)
 
-    def behind(merged: dict[str, HashTableConfigInstance]) -> Any:
+    def build(merged: dict[str, HashTableConfigInstance]) -> Any:
         if num_ps == 0:
             return MultiTypeHashTable(merged, lambda name, config: place.table(config, 0, name))
         if not reduce_network_packets:
@@ -124,7 +126,7 @@ def create_multi_type_hash_table(
             max_rpc_deadline_millis=max_rpc_deadline_millis,
         )
 
-    return MergedMultiTypeHashTable(slot_to_config, behind)
+    return MergedMultiTypeHashTable(slot_to_config, build)
 
 
 def create_native_multi_hash_table(
@@ -143,7 +145,7 @@ def create_native_multi_hash_table(
     """
     place = _place(num_ps, hash_filters, sync_clients, client, device)
     if num_ps == 0:
-        return _Here(0, hash_filters, sync_clients, device).multi("", slot_to_config, 0)
+        return place.multi("", slot_to_config, 0)
     return DistributedMultiTypeHashTable(
         num_ps,
         slot_to_config,
@@ -161,9 +163,9 @@ def create_in_worker_multi_type_hash_table(
     *,
     device: Any = "cpu",
 ) -> MergedMultiTypeHashTable:
-    """Synchronous, merged: every rank owns a shard of `MultiTypeHashTable`, with its rows on ``device``."""
+    """Synchronous tables, with slots of equal configuration merged; every rank owns a shard on ``device``."""
 
-    def behind(merged: dict[str, HashTableConfigInstance]) -> Any:
+    def build(merged: dict[str, HashTableConfigInstance]) -> Any:
         def shard(rank: int) -> Any:
             return MultiTypeHashTable(
                 merged,
@@ -172,7 +174,7 @@ def create_in_worker_multi_type_hash_table(
 
         return DistributedMultiTypeHashTableMpi(shard_num, shard, queue_configs)
 
-    return MergedMultiTypeHashTable(slot_to_config, behind)
+    return MergedMultiTypeHashTable(slot_to_config, build)
 
 
 def create_in_worker_native_multi_hash_table(
@@ -184,7 +186,7 @@ def create_in_worker_native_multi_hash_table(
     *,
     device: Any = "cpu",
 ) -> DistributedMultiTypeHashTableMpi:
-    """Synchronous: every rank owns a shard of `MultiHashTable`, with its rows on ``device``."""
+    """Synchronous tables; every rank owns a shard on ``device``, a `MultiHashTable`."""
     return DistributedMultiTypeHashTableMpi(
         shard_num,
         lambda rank: MultiHashTable.from_configs(slot_to_config, hash_filter, sync_client, str(rank), device=device),
@@ -205,9 +207,9 @@ def create_partitioned_hash_table(
     client: Any = None,
     device: Any = None,
 ) -> PartitionedHashTable:
-    """A `PartitionedHashTable` with the settings of the parser context, so it is called inside ``with ctx:``.
+    """A `PartitionedHashTable` with the settings of the parser context; call it inside ``with ctx:``.
 
-    Rows are in GPU memory with ``device="cuda"``, and by default with ``enable_gpu_emb`` where there is a GPU.
+    Rows are in GPU memory with ``device="cuda"``, the default with ``enable_gpu_emb`` on a machine with a GPU.
     """
     if device is None:
         on_gpu = enable_gpu_emb and client is None and torch.cuda.is_available()

@@ -1,8 +1,7 @@
-"""Synchronous tables: every rank owns a shard, and ids, rows and gradients go all-to-all in every step."""
+"""Synchronous tables: every rank owns a shard, and ids, rows and gradients are exchanged in every step."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,31 +9,23 @@ import torch
 from torch import Tensor
 
 from shoal.comm.horovod.hooks import SessionRunHook
-from shoal.comm.ranks.aside import is_aside
 from shoal.comm.ranks.ranks import AllToAll
 from shoal.errors import ConfigError
 from shoal.host import as_tensor
 from shoal.ops.reorder import fused_reorder_by_indices
-from shoal.sharded import environment as env
 from shoal.sharded.all_to_all.backend import default_backend
-from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call, Exchange
 from shoal.sharded.all_to_all.metrics import backward_metrics, flags, forward_metrics
-from shoal.sharded.devices import home
-from shoal.sharded.monolith.prefetch_queue import AsyncPushHook, StructureQueue, queue_capacities
+from shoal.sharded.monolith.owned_shard import UPDATE_KEYS, OwnedShard
+from shoal.sharded.monolith.prefetch_queue import queue_capacities
 from shoal.sharded.monolith.table_pipeline import Looked, TablePipeline
 from shoal.sharded.route import gather_rows, scatter_rows
 from shoal.table.arguments import as_int, as_time
-
-CONSUMED = (
-    "global_step", "req_time", "id_flat_t", "id_size_flat_t", "embedding_splits", "id_offsets", "emb_offsets",
-    "indices", "recv_emb_splits",
-)  # fmt: skip
 
 
 def early_reorder_pack(
     slot_to_id: Mapping[str, Tensor], shard_num: int, dims: Sequence[int], req_time: Any = None
 ) -> tuple[Any, ...]:
-    """What `DistributedMultiTypeHashTableMpi.lookup` takes: ids de-duplicated and dealt out, in the data pipeline.
+    """The pack for `DistributedMultiTypeHashTableMpi.lookup`: ids de-duplicated and routed, in the data pipeline.
 
     ``dims`` are the tables' dimensions by sorted slot name; ``req_time`` is an int64 scalar or None.
     """
@@ -45,14 +36,14 @@ def early_reorder_pack(
 class DistributedMultiTypeHashTableMpi:
     """K tables over N = ``shard_num`` ranks; ``table_factory(rank)`` builds this rank's shard of all of them.
 
-    Where the pack's ids are on a GPU, so are the rows that come back; the tables may be on the CPU or on it.
-    All ranks call `lookup` and `apply_gradients` together. Gradients are not averaged over ranks: an id that several
-    ranks use makes one optimizer step per rank, rank 0's first; with SGD that is the sum.
+    If the pack's ids are on a GPU, rows are returned on it; the tables can be on the CPU or on that GPU.
+    All ranks must call `lookup` and `apply_gradients` together. Gradients are not averaged over ranks: an id that
+    several ranks use gets one optimizer step per rank, rank 0's first; with SGD that is the sum.
 
-    ``queue_configs`` may hold ``embedding_prefetch_capacity``, ``enable_async_optimize``, ``enable_pipelined_fwda2a``
-    and ``enable_pipelined_bwda2a``: what `pipeline` does beside the loop. `lookup` and `apply_gradients` work step by
-    step; with ``enable_async_optimize`` an update is exchanged and applied one call later, or by the hook of
-    `get_queue_hooks`.
+    ``queue_configs`` can set ``embedding_prefetch_capacity``, ``enable_async_optimize``, ``enable_pipelined_fwda2a``
+    and ``enable_pipelined_bwda2a``, which configure `pipeline`. `lookup` and `apply_gradients` themselves work step by
+    step, except that with ``enable_async_optimize`` an update is exchanged and applied one call later, or by the hook
+    of `get_queue_hooks`.
     """
 
     def __init__(
@@ -68,20 +59,12 @@ class DistributedMultiTypeHashTableMpi:
             raise AssertionError(f"shard_num must be the number of ranks, {self._backend.world_size}, got {shard_num}")
         self.shard_num = shard_num
         self._table = table_factory(self._backend.rank)
-        self._home = home(self._table)
         self._dims = list(self._table.get_table_dim_sizes())
         self._capacity = queue_capacities(queue_configs)
-        self._exchange = Exchange(self._backend, env.environment.backward_dtype, env.environment.fake_cast)
         self._next_step = 0
-        self._calls = {False: (itertools.count(1), itertools.count(1)), True: (itertools.count(1), itertools.count(1))}
-        """Numbers of lookups and updates, by whether they are made aside."""
-        self._hooks: list[SessionRunHook] = []
-        self._async: StructureQueue | None = None
-        if self._capacity["enable_async_optimize"]:
-            self._async = StructureQueue(
-                self._capacity["enable_async_optimize"], "queue_fusedGatherGrad_to_fusedEmbGradA2A"
-            )
-            self._hooks.append(AsyncPushHook(self._async, self._run_async))
+        names = sorted(getattr(self._table, "tables", ()))
+        self._shard = OwnedShard(self._table, names, self._backend, self._capacity["enable_async_optimize"])
+        self._hooks: list[SessionRunHook] = [*self._shard.hooks]
 
     @property
     def table(self) -> Any:
@@ -97,7 +80,7 @@ class DistributedMultiTypeHashTableMpi:
         return list(self._dims)
 
     def reorder(self, slot_to_id: Mapping[str, Tensor], req_time: Any = None) -> tuple[Any, ...]:
-        """The pack that `lookup` takes, for loops without a data pipeline."""
+        """The pack for `lookup`, for loops without a data pipeline."""
         return early_reorder_pack(slot_to_id, self.shard_num, self._dims, req_time)
 
     def lookup(
@@ -106,14 +89,15 @@ class DistributedMultiTypeHashTableMpi:
         auxiliary_bundle: dict[str, Any] | None = None,
         early_reorder_indicies_res_pack: tuple[Any, ...] | None = None,
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """``({slot: [n, dim]}, bundle)``; of ``slot_to_id`` only the keys count, the ids are in the pack.
+        """``({slot: [n, dim]}, bundle)``; only the keys of ``slot_to_id`` are used, the ids are in the pack.
 
-        The bundle then holds what `apply_gradients` of the same batch needs. Metrics of the lookup carry the
-        ``global_step`` that the caller put into the bundle, or else the step after that of the last update.
+        The bundle is the input of `apply_gradients` for the same batch. Metrics of the lookup carry the
+        ``global_step`` that the caller put into the bundle, or else the step after the last update's.
         """
         if early_reorder_indicies_res_pack is None:
             raise AssertionError(
-                "support for reordering outside the data pipeline is dropped; give early_reorder_indicies_res_pack"
+                "support for reordering outside the data pipeline is dropped: "
+                "early_reorder_indicies_res_pack must be given"
             )
         slots = sorted(slot_to_id)
         known = sorted(getattr(self._table, "tables", slots))
@@ -122,30 +106,18 @@ class DistributedMultiTypeHashTableMpi:
         bundle: dict[str, Any] = {} if auxiliary_bundle is None else auxiliary_bundle
         all_fids, shard_sizes, sizes, emb_offset_sz, offsets, req_time = early_reorder_indicies_res_pack
         k, n = len(slots), self.shard_num
-        number, names = next(self._calls[is_aside()][0]), tuple(slots)
-        id_flat_t, id_size_flat_t = self._exchange.ids(Call(FIND, number, names), all_fids, sizes, k)
-        id_flat_t, id_size_flat_t = id_flat_t.to(self._home), id_size_flat_t.cpu()
-        rows, splits, id_offsets, emb_offsets, indices = self._table.fused_lookup(
-            id_flat_t, id_size_flat_t, n, req_time
-        )
         recv = (sizes.view(n, k).cpu().long() * torch.tensor(self._dims, device="cpu")).sum(1).int()
+        rows, update = self._shard.look_up(all_fids, sizes, recv, req_time)
         if flags.enable_alltoall_metrics:
             step = as_int(bundle.get("global_step", self._next_step), "synchronous table", "global_step")
-            forward_metrics(slots, sizes.view(n, k), shard_sizes, splits, all_fids.numel(), step)
+            forward_metrics(slots, sizes.view(n, k), shard_sizes, update["embedding_splits"], all_fids.numel(), step)
         bundle.update(
             shard_sizes=shard_sizes,
             fused_embedding_offsets=list(torch.split(offsets, emb_offset_sz.tolist())),
             emb_offset_sz=emb_offset_sz,
-            id_flat_t=id_flat_t,
-            id_size_flat_t=id_size_flat_t,
-            embedding_splits=splits,
-            id_offsets=id_offsets,
-            emb_offsets=emb_offsets,
-            indices=indices,
-            recv_emb_splits=recv,
             recv_embeddings_size=recv.sum(dtype=torch.int64),
+            **update,
         )
-        rows = self._exchange.rows(Call(ROWS, number, names), rows, splits.tolist(), recv.tolist())
         offsets = bundle["fused_embedding_offsets"]
         rows = rows.to(offsets[0].device) if offsets else rows
         found = [gather_rows(rows, o, dim) for o, dim in zip(offsets, self._dims, strict=True)]
@@ -159,26 +131,20 @@ class DistributedMultiTypeHashTableMpi:
         req_time: Any = None,
         scale: float = 1,
     ) -> DistributedMultiTypeHashTableMpi:
-        """``{slot: grads}`` of the batch that the bundle came from; gradients of this rank's equal ids are summed."""
-        work = self._take_gradients(slot_to_grad, auxiliary_bundle, global_step, req_time, scale)
-        if self._async is None:
-            self._push(work)
-            return self
-        if self._async.size() >= self._async.capacity:
-            self._run_async()
-        self._async.enqueue(work)
+        """Apply ``{slot: grads}`` of the bundle's batch; gradients of equal ids of this rank are summed."""
+        self._shard.update(self._take_gradients(slot_to_grad, auxiliary_bundle, global_step, req_time, scale))
         return self
 
     def _take_gradients(
         self, slot_to_grad: Mapping[str, Tensor], bundle: dict[str, Any], global_step: Any, req_time: Any, scale: float
     ) -> dict[str, Any]:
-        """What an update needs, out of the bundle."""
+        """Take the inputs of an update out of the bundle."""
         step, seconds = as_int(global_step, "synchronous table", "global_step"), as_time(req_time, "synchronous table")
         if "recv_embeddings_size" not in bundle:
-            raise ConfigError("apply_gradients needs the bundle that lookup filled, once; this one holds no lookup")
+            raise ConfigError("apply_gradients must get a bundle from lookup, each only once; this one has no lookup")
         if len(slot_to_grad) != len(self._dims):
             raise ConfigError(
-                f"apply_gradients must get a gradient for each of {len(self._dims)} slots, got {sorted(slot_to_grad)}"
+                f"apply_gradients must get gradients for all {len(self._dims)} slots, got {sorted(slot_to_grad)}"
             )
         size, offsets = int(bundle["recv_embeddings_size"]), bundle["fused_embedding_offsets"]
         grads = [slot_to_grad[slot] for slot in sorted(slot_to_grad)]
@@ -188,32 +154,12 @@ class DistributedMultiTypeHashTableMpi:
         bundle["global_step"], bundle["req_time"] = step, seconds
         self._next_step = step + 1
         if flags.enable_alltoall_metrics and self.shard_num > 1:
-            backward_metrics(
-                self._exchange.ranks, bundle["shard_sizes"], bundle["recv_emb_splits"], bundle["embedding_splits"], step
-            )
+            sent, received = bundle["recv_emb_splits"], bundle["embedding_splits"]
+            backward_metrics(self._shard.exchange.ranks, bundle["shard_sizes"], sent, received, step)
         bundle.pop("shard_sizes")
-        work = {key: bundle.pop(key) for key in CONSUMED}
-        work["grad_flat"] = self._exchange.cast(flat)
+        work = {key: bundle.pop(key) for key in ("global_step", "req_time", *UPDATE_KEYS)}
+        work["grad_flat"] = self._shard.exchange.cast(flat)
         return work
-
-    def _run_async(self) -> None:
-        assert self._async is not None
-        self._push(self._async.dequeue())
-
-    def _push(self, work: dict[str, Any]) -> None:
-        self._apply(self._exchange_gradients(work))
-
-    def _exchange_gradients(self, work: dict[str, Any]) -> dict[str, Any]:
-        send, recv = work["recv_emb_splits"].tolist(), work["embedding_splits"].tolist()
-        call = Call(UPDATE, next(self._calls[is_aside()][1]), tuple(sorted(getattr(self._table, "tables", ()))))
-        work["grad_flat_t"] = self._exchange.gradients(call, work.pop("grad_flat"), send, recv).to(self._home)
-        return work
-
-    def _apply(self, work: dict[str, Any]) -> None:
-        self._table.fused_apply_gradient(
-            work["id_flat_t"], work["indices"], work["id_size_flat_t"], work["grad_flat_t"], work["id_offsets"],
-            work["emb_offsets"], work["global_step"], work["req_time"], self.shard_num,
-        )  # fmt: skip
 
     def pipeline(
         self,
@@ -224,30 +170,30 @@ class DistributedMultiTypeHashTableMpi:
         found: Callable[[Any, dict[str, Tensor]], Any] = lambda batch, embeddings: embeddings,
         gradients: Callable[[Any], Mapping[str, Tensor]] = lambda slot_to_grad: slot_to_grad,
     ) -> TablePipeline:
-        """Looks batches up and takes their gradients beside the loop, as far as ``queue_configs`` says.
+        """Look batches up and apply their gradients in a background thread, as set by ``queue_configs``.
 
-        All ranks make and use one together. Yields ``(batch, {slot: [n, dim]}, bundle)``; ``update(slot_to_grad,
-        global_step, req_time=None, scale=1)`` takes the gradients of the batch that came last.
+        All ranks must create and use it together. Yields ``(batch, {slot: [n, dim]}, bundle)``; ``update(slot_to_grad,
+        global_step, req_time=None, scale=1)`` takes the gradients of the last batch.
 
         Args:
-            batches: anything.
-            ids: ``{slot: ids}`` of a batch, by default the batch itself; or ``(slot_to_id, pack)`` with a pack of
-                `early_reorder_pack`.
-            req_time: the time of a batch, as the pack has it.
-            found: makes of a batch and its embeddings what comes out; ``gradients`` what comes back of that.
+            batches: an iterable of batches of any type.
+            ids: returns ``{slot: ids}`` of a batch, by default the batch itself; or ``(slot_to_id, pack)`` with a pack
+                from `early_reorder_pack`.
+            req_time: returns the time of a batch, an int64 scalar or None.
+            found: converts a batch and its embeddings to the yielded value.
+            gradients: converts the argument of ``update`` to ``{slot: grads}``.
         """
         stages = _Stages(self, ids, req_time, found, gradients)
-        pipeline = TablePipeline(stages, batches, self._capacity, self._exchange.main)
+        pipeline = TablePipeline(stages, batches, self._capacity, self._shard.exchange.main)
         self._hooks += pipeline.hooks
         return pipeline
 
     def flush(self) -> None:
-        """Applies what `enable_async_optimize` has put off. All ranks call it together."""
-        while self._async is not None and self._async.size():
-            self._run_async()
+        """Apply the updates that `enable_async_optimize` has deferred. All ranks must call it together."""
+        self._shard.flush()
 
     def assign(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("synchronous tables have no assign; assign on the local shard (`table`)")
+        raise NotImplementedError("synchronous tables have no assign; use the local shard (`table`)")
 
     def assign_add(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("synchronous tables have no assign_add; use the local shard (`table`)")
@@ -256,16 +202,16 @@ class DistributedMultiTypeHashTableMpi:
         raise NotImplementedError("synchronous tables have no reinitialize; use the local shard (`table`)")
 
     def add_queue_hook(self, hook: SessionRunHook) -> None:
-        """Adds a hook to those that `get_queue_hooks` gives to the loop."""
+        """Add a hook to those of `get_queue_hooks`."""
         self._hooks.append(hook)
 
     def get_queue_hooks(self) -> list[SessionRunHook]:
-        """The hooks that a loop calls, those of the local tables included."""
+        """The hooks for the training loop, including those of the local tables."""
         inner = self._table.get_queue_hooks() if hasattr(self._table, "get_queue_hooks") else []
         return [*self._hooks, *inner]
 
     def as_op(self, name: str | None = None) -> DistributedMultiTypeHashTableMpi:
-        """Waits for pending enqueues and for the local tables."""
+        """Wait for the local tables."""
         self._table.as_op()
         return self
 
@@ -274,7 +220,7 @@ class DistributedMultiTypeHashTableMpi:
 
 
 class _Stages:
-    """The parts of a synchronous table's step."""
+    """The stages of a synchronous table's step."""
 
     def __init__(
         self,
@@ -286,6 +232,7 @@ class _Stages:
     ) -> None:
         self._table, self._ids, self._req_time = table, ids, req_time
         self._found, self._gradients = found, gradients
+        self.exchange_gradients, self.apply = table._shard.exchange_gradients, table._shard.apply
 
     def prepare(self, batch: Any) -> Any:
         found = self._ids(batch)
@@ -306,9 +253,3 @@ class _Stages:
     ) -> dict[str, Any]:
         slot_to_grad = self._gradients(slot_to_grad)
         return self._table._take_gradients(slot_to_grad, looked.auxiliary_bundle, global_step, req_time, scale)
-
-    def exchange_gradients(self, work: dict[str, Any]) -> dict[str, Any]:
-        return self._table._exchange_gradients(work)
-
-    def apply(self, work: dict[str, Any]) -> None:
-        self._table._apply(work)

@@ -17,9 +17,9 @@ from shoal.sharded.summary import histogram
 __all__ = ["GradClipType", "apply_gradients", "apply_gradients_with_var_optimizer", "control_ops", "dense_opt_ops"]
 
 control_ops: list[Any] = []
-"""The dense gradients of the step under way, once they were reduced: sparse exchanges start after them."""
+"""The reduced dense gradients of the current step; sparse exchanges start after them."""
 dense_opt_ops: list[Any] = []
-"""The dense updates of the step under way: sparse updates start after them."""
+"""The dense updates of the current step; sparse updates start after them."""
 
 
 def apply_gradients_with_var_optimizer(
@@ -43,19 +43,19 @@ def apply_gradients_with_var_optimizer(
     batch_size: int | Tensor = 1,
     is_fused_layout: bool = False,
 ) -> None:
-    """One training step from a loss: gradients, clipping, averaging of dense ones, dense and then sparse updates.
+    """Run one training step from a loss: gradients, clipping, averaging of dense gradients, dense and sparse updates.
 
     Args:
         ctx: has ``apply_embedding_gradients([(gradient, tensor)], scale=1)`` and, for layouts,
             ``layout_factory.flattened_layout()``.
         feature_columns: objects with ``feature_name`` and ``get_all_embeddings_concat()``.
-        var_opt: of the dense parameters; a parameter's own ``optimizer`` attribute wins.
-        global_step: int64 tensor, one more afterwards.
-        use_allreduce: dense gradients are averaged over the ranks; sparse ones never are.
+        var_opt: the optimizer of the dense parameters; a parameter's own ``optimizer`` attribute takes precedence.
+        global_step: an int64 tensor, incremented by the call.
+        use_allreduce: averages dense gradients over the ranks; sparse gradients are never averaged.
         grads_and_vars_summary: histograms ``<name>/gradient`` (clipped) and ``<name>/value`` of every parameter and
-            embedding go to the writer of `set_summary_writer`. Parameters are called by their ``name`` attribute, or
+            embedding go to the writer of `set_summary_writer`. A parameter's name is its ``name`` attribute, or
             ``parameter_<i>``.
-        ue_gradient_check: gradients of the features ``ue_fc_names`` (and of names with ``uue``) count only while the
+        ue_gradient_check: gradients of the features ``ue_fc_names`` (and of names with ``uue``) are used only while the
             norm of the feature is above ``ue_euclidean_norm_threshold``.
         dense_reduce_mean: dense gradients are divided by ``batch_size`` before any norm is taken.
     """
@@ -108,12 +108,11 @@ def apply_gradients(
     global_step: Tensor | None = None,
     use_allreduce: bool = False,
 ) -> None:
-    """The short form for fused layouts. It clips by global norm or by norm, if ``clip_norm`` is above 0."""
+    """`apply_gradients_with_var_optimizer` for fused layouts; clips by global norm or by norm if ``clip_norm`` > 0."""
     if GradClipType(clip_type) not in (GradClipType.ClipByGlobalNorm, GradClipType.ClipByNorm):
         raise ConfigError(
             "clip_type of apply_gradients must be ClipByGlobalNorm or ClipByNorm, got "
-            f"{GradClipType(clip_type).name}; use "
-            "apply_gradients_with_var_optimizer"
+            f"{GradClipType(clip_type).name}; use apply_gradients_with_var_optimizer"
         )
     apply_gradients_with_var_optimizer(
         ctx, [], var_opt, loss, clip_type, clip_norm if clip_norm and clip_norm > 0 else None, global_step,
@@ -166,10 +165,10 @@ def _summarise(names: Sequence[str], grads: Sequence[Tensor], tensors: Sequence[
 
 
 def average(grads: list[Tensor], env: SyncEnvironment | None = None) -> list[Tensor]:
-    """Dense gradients averaged over all ranks: tensor by tensor, as one buffer, or as one group, as configured."""
+    """Average dense gradients over all ranks: tensor by tensor, as one buffer, or as one group, as configured."""
     env = env or SyncEnvironment.read()
     if env.allreduce_fusion == "multi":
-        raise ConfigError("MONOLITH_WITH_ALLREDUCE_FUSION: 'multi' is not supported; use 'one' or 'grouped'")
+        raise ConfigError("MONOLITH_WITH_ALLREDUCE_FUSION must be 'one', 'grouped' or empty, got 'multi'")
     ranks = default_ranks()
     if not grads or ranks.world_size == 1:
         return grads
@@ -189,7 +188,7 @@ def average(grads: list[Tensor], env: SyncEnvironment | None = None) -> list[Ten
 
 
 def _update_dense(var_opt: torch.optim.Optimizer, params: list[Any], grads: list[Tensor]) -> None:
-    """Sets the gradients and lets every optimizer step on its own parameters."""
+    """Set the gradients and step every optimizer on its own parameters."""
     dense_opt_ops.clear()
     own: dict[int, tuple[Any, list[Any]]] = {}
     everything = [p for group in var_opt.param_groups for p in group["params"]]

@@ -1,4 +1,4 @@
-"""From features, combiners and layouts to what sharding and pooling need, and the context that carries it."""
+"""Makes the settings of sharding and pooling from features, combiners and layouts, and the context that holds them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _unique_in_training() -> bool:
 
 @dataclass
 class ShardingSparseFidsOpParams:
-    """How a batch is sharded and which tables it is sharded for."""
+    """How a batch is sharded, and for which tables."""
 
     num_ps: int
     use_native_multi_hash_table: bool
@@ -50,9 +50,9 @@ def gen_feature_configs(
 ) -> ShardingSparseFidsOpParams:
     """The settings of a `PartitionedHashTable`.
 
-    With native tables every feature has a table of its own; otherwise features of equal configuration share one, named
-    by the MD5 of their names. ``transfer_float16`` switches native tables off. ``unique`` tells whether an id is sent
-    once per feature; by default it is in training and not while exporting.
+    With native tables every feature has its own table; otherwise features of equal configuration share one, named by
+    the MD5 of their names. ``transfer_float16`` turns native tables off. ``unique`` returns whether an id is sent only
+    once per feature; the default is True except during an export.
     """
     native = use_native_multi_hash_table and not transfer_float16
     names = sorted(feature_name_to_config)
@@ -68,7 +68,7 @@ def gen_feature_configs(
             (feature_to_combiner, "feature_to_combiner"),
         ):  # fmt: skip
             if name not in given:
-                raise ConfigError(f"feature {name!r} is missing in {what}")
+                raise ConfigError(f"{what} must have an entry for feature {name!r}")
         pooling, length = _pooling(name, feature_to_combiner[name])
         features[name] = FeatureConfig(
             table=table_of[name], pooling_type=pooling, slice_dims=list(feature_to_unmerged_slice_dims[name]),
@@ -119,10 +119,10 @@ def _pooling(feature: str, combiner: Any) -> tuple[PoolingType, int]:
 
 
 class ParserCtx:
-    """How batches are read; as a context manager it is the default inside.
+    """How batches are read; within ``with ctx:`` it is the default.
 
-    ``parser_type`` is the input type of `sharding_sparse_fids`, ``sharding_sparse_fids_op_params`` what
-    `gen_feature_configs` made.
+    ``parser_type`` is the input type of `sharding_sparse_fids`, ``sharding_sparse_fids_op_params`` the result of
+    `gen_feature_configs`.
     """
 
     def __init__(self, enable_fused_layout: bool = False) -> None:
@@ -149,7 +149,7 @@ def _stack() -> list[ParserCtx]:
 
 
 def get_default_parser_ctx() -> ParserCtx:
-    """The innermost ``with`` one, or that of the process."""
+    """The context of the innermost ``with``, or else the process's."""
     return _stack()[-1] if _stack() else _default
 
 
@@ -157,7 +157,7 @@ def params_of(parser_ctx: ParserCtx | None) -> ShardingSparseFidsOpParams:
     ctx = get_default_parser_ctx() if parser_ctx is None else parser_ctx
     if ctx.sharding_sparse_fids_op_params is None:
         raise ConfigError(
-            "the parser context has no sharding_sparse_fids_op_params; set it to what gen_feature_configs() returns"
+            "the parser context has no sharding_sparse_fids_op_params; set it to the result of gen_feature_configs()"
         )
     return ctx.sharding_sparse_fids_op_params
 
@@ -173,9 +173,9 @@ def shard_batch(batch: Any, params: ShardingSparseFidsOpParams, parser_type: str
 def sharding_sparse_fids_with_context(
     batch: Any, features: dict[str, Any], parser_ctx: ParserCtx | None = None
 ) -> dict[str, Any]:
-    """Shards a batch and puts the result into ``features``, where `PartitionedHashTable.lookup` takes it out again.
+    """Shard a batch and put the result into ``features``, from which `PartitionedHashTable.lookup` takes it.
 
-    Keys have the prefix ``__sharding_sparse_fids__``, names inside are joined by ``/``. Returns ``features``.
+    Keys have the prefix ``__sharding_sparse_fids__``; nested names are joined by ``/``. Returns ``features``.
     """
     ctx = get_default_parser_ctx() if parser_ctx is None else parser_ctx
     params = params_of(ctx)

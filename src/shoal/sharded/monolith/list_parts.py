@@ -1,4 +1,4 @@
-"""The lists of ids that a sharded batch has for each part, read and updated."""
+"""Reads and updates the lists of ids that a sharded batch has for each part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def lookup(
     parts: Parts, lists: Sequence[dict[str, Any]], native: bool, features: Sequence[str], dims: Mapping[str, int],
     float16: bool,
 ) -> list[dict[str, Tensor]]:  # fmt: skip
-    """Per part ``{table: flat rows}``; with native tables the one list is over all features."""
+    """Per part ``{table: flat rows}``; native tables have one list over all features."""
     asked = [_lists(work, native, features) for work in lists]
     result = []
     for one, work, rows in zip(asked, lists, parts.lookup(asked, float16=float16), strict=True):
@@ -31,7 +31,7 @@ def lookup(
 def exported_lookup(
     lists: Sequence[dict[str, Any]], native: bool, features: Sequence[str], dims: Mapping[str, int], deadline: int
 ) -> list[dict[str, Tensor]]:
-    """The same from the serving processes of the parts, in an exported model."""
+    """`lookup` in an exported model, from the parts' serving processes."""
     result = []
     for ps, wanted in enumerate(lists):
         if native:

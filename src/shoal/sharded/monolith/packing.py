@@ -1,4 +1,4 @@
-"""Dicts of tensors as one flat tensor and its sizes."""
+"""Packs dicts of tensors into one flat tensor and its sizes, and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.host import as_tensor
 
 
 def pack_tensors(keyed_tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The flattened tensors by sorted key as one, and their int64 sizes.
+    """Concatenate the flattened tensors by sorted key; returns the result and the int64 sizes.
 
     >>> flat, sizes = pack_tensors({"b": torch.tensor([3]), "a": torch.tensor([[1, 2]])})
     >>> flat.tolist(), sizes.tolist()
@@ -30,7 +30,8 @@ def unpack_tensors(keyed_shape: Mapping[str, Sequence[int]], packed: tuple[Tenso
     lengths = as_tensor(sizes).tolist()
     if len(lengths) != len(keyed_shape) or sum(lengths) != flat.numel():
         raise ConfigError(
-            f"unpack_tensors: {len(keyed_shape)} keys and {flat.numel()} elements do not fit sizes {lengths}"
+            f"unpack_tensors: sizes must be {len(keyed_shape)} numbers that add up to the {flat.numel()} elements, "
+            f"got {lengths}"
         )
     parts = torch.split(flat, lengths)
     return {key: part.reshape(tuple(keyed_shape[key])) for key, part in zip(sorted(keyed_shape), parts, strict=True)}
@@ -51,7 +52,10 @@ def unpack_packed_tensors(
         raise ConfigError(f"unpack_packed_tensors: a packed list must have at least 2 parts, got {len(packed_list)}")
     flats, sizes = packed_list[:-1], as_tensor(packed_list[-1])
     if len(flats) != len(typed_keyed_shape):
-        raise ConfigError(f"unpack_packed_tensors: {len(typed_keyed_shape)} dicts of shapes, {len(flats)} flat tensors")
+        raise ConfigError(
+            f"unpack_packed_tensors: there must be one dict of shapes per flat tensor, {len(flats)}, got "
+            f"{len(typed_keyed_shape)}"
+        )
     at = len(flats)
     result: list[dict[str, Any]] = []
     for flat, shapes, count in zip(flats, typed_keyed_shape, sizes[:at].tolist(), strict=True):

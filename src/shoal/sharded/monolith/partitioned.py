@@ -36,11 +36,10 @@ from shoal.table.export_mode import is_exporting, is_exporting_distributed
 
 
 class PartitionedHashTable:
-    """The tables of all features in ``num_ps`` parts, read and updated by whole batches.
+    """The tables of all features in ``num_ps`` parts, read and updated batch by batch.
 
     ``table_factory(i, sub_table_name_to_config)`` builds part ``i``: a `MultiHashTable` with native tables, a
-    `MultiTypeHashTable` otherwise, or a remote form of them. Settings come from the parser context. Ids are not
-    negative.
+    `MultiTypeHashTable` otherwise, or a remote form of them. Settings come from the parser context. Ids must be >= 0.
     """
 
     def __init__(
@@ -58,12 +57,12 @@ class PartitionedHashTable:
         self.max_rpc_deadline_millis = max_rpc_deadline_millis
         self._shards = max(1, num_ps)
         if self._shards != self._params.num_ps:
-            raise ConfigError(f"the parser context shards for {self._params.num_ps} servers, the table has {num_ps}")
+            raise ConfigError(f"num_ps must be {self._params.num_ps}, as in the parser context, got {num_ps}")
         self._native = use_native_multi_hash_table and self._params.use_native_multi_hash_table
         if self._native != self._params.use_native_multi_hash_table:
             raise ConfigError(
-                f"use_native_multi_hash_table must be as in the parser context, "
-                f"{self._params.use_native_multi_hash_table}, got {use_native_multi_hash_table}"
+                f"use_native_multi_hash_table must be {self._params.use_native_multi_hash_table}, as in the parser "
+                f"context, got {use_native_multi_hash_table}"
             )
         self._queue_configs = queue_capacities(queue_configs)
         self._hooks: list[SessionRunHook] = []
@@ -105,11 +104,11 @@ class PartitionedHashTable:
     ) -> Any:
         """``{layout: tensor}``, a list of tensors for layouts of type NONE.
 
-        ``features`` holds what `sharding_sparse_fids_with_context` put there, which is taken out, or the raw batch
-        under ``__sharding_sparse_fids__sparse_features``. The bundle gets what `apply_gradients` needs. With
-        ``ret_fused_layout_callable_fn`` the rows are read and ``f(auxiliary_bundle, features)`` pools them; with
-        ``ret_lookup_callable_fn`` the batch is sharded and ``f`` does the rest. One call looks one batch up, whatever
-        ``embedding_prefetch_capacity``: `pipeline` looks batches up ahead.
+        ``features`` must hold the result of `sharding_sparse_fids_with_context`, which is taken out, or the raw batch
+        under ``__sharding_sparse_fids__sparse_features``. The bundle becomes the input of `apply_gradients`. With
+        ``ret_fused_layout_callable_fn`` the rows are read, and the returned ``f(auxiliary_bundle, features)`` pools
+        them; with ``ret_lookup_callable_fn`` the batch is only sharded, and ``f`` does the rest.
+        ``embedding_prefetch_capacity`` has no effect here; use `pipeline` to look batches up ahead.
         """
         bundle = {} if auxiliary_bundle is None else auxiliary_bundle
         sharded = take_shards(features, self._ctx)
@@ -135,7 +134,7 @@ class PartitionedHashTable:
         return finish(bundle, features)
 
     def _read(self, bundle: dict[str, Any]) -> None:
-        """Ids from the bundle to rows in the bundle."""
+        """Read the rows of the ids in the bundle into the bundle."""
         if self._exchange is not None:
             self._exchange.read(bundle)
             return
@@ -176,17 +175,17 @@ class PartitionedHashTable:
         async_push: bool = False,
         grad_scale: Any = None,
     ) -> PartitionedHashTable:
-        """``(gradient, layout)`` pairs in flattened order, of the batch that the bundle came from.
+        """Apply ``(gradient, layout)`` pairs in flattened order, of the bundle's batch.
 
-        A layout without a gradient counts as zeros. Every id of a list makes a step of its own, also where no layout
-        uses a slice.
+        The gradient None means zeros. Every id of a list gets its own optimizer step, even if no layout uses its
+        slices.
         """
         check_writable("apply_gradients")
         if auxiliary_bundle is None:
-            raise ConfigError("apply_gradients needs the auxiliary_bundle that lookup filled")
+            raise ConfigError("apply_gradients must get the auxiliary_bundle that lookup filled, got None")
         work = self._take_gradients(layout_grads_and_vars, auxiliary_bundle, global_step, req_time, grad_scale)
         if self._exchange is not None:
-            self._exchange.put_off(work)
+            self._exchange.shard.update(work)
         elif async_push and async_function_mgr is not None:
             async_function_mgr.add_async_function(self._push, work, is_async=True, queue_name="postpush_queue")
         else:
@@ -201,7 +200,7 @@ class PartitionedHashTable:
         req_time: Any,
         grad_scale: Any,
     ) -> Any:
-        """What an update needs."""
+        """The inputs of an update."""
         step = as_int(global_step, "partitioned table", "global_step")
         if isinstance(req_time, Tensor):
             req_time = int(req_time.max()) if req_time.numel() else 0
@@ -219,16 +218,16 @@ class PartitionedHashTable:
         features: Callable[[Any], dict[str, Any]] = dict,
         embedding_prefetch_capacity: int | None = None,
     ) -> TablePipeline:
-        """Looks batches up and takes their gradients beside the loop, as far as ``queue_configs`` says.
+        """Look batches up and apply their gradients in a background thread, as set by ``queue_configs``.
 
         Yields ``(batch, {layout: tensor}, bundle)``; ``update(layout_grads_and_vars, global_step, req_time=None,
-        grad_scale=None)`` takes the gradients of the batch that came last. Over ranks (``enable_gpu_emb``) all of them
-        make and use one together, and ``embedding_prefetch_capacity`` does not count.
+        grad_scale=None)`` takes the gradients of the last batch. With ``enable_gpu_emb`` all ranks must create and use
+        it together, and ``embedding_prefetch_capacity`` has no effect.
 
         Args:
-            batches: anything.
-            features: what `lookup` takes, of a batch; by default a copy of the batch, which is such a dict.
-            embedding_prefetch_capacity: in place of that of ``queue_configs``.
+            batches: an iterable of batches of any type.
+            features: returns the ``features`` of `lookup` for a batch; by default a copy of the batch.
+            embedding_prefetch_capacity: replaces the one in ``queue_configs``.
         """
         capacities = dict(self._queue_configs)
         if embedding_prefetch_capacity is not None:
@@ -247,11 +246,11 @@ class PartitionedHashTable:
     # --- direct access --------------------------------------------------------------------------------------------
 
     def assign(self, data: Mapping[int, Mapping[str, tuple[Tensor, Tensor]]], req_time: Any = None) -> Any:
-        """``{ps: {sub_table: (ids, values)}}``, sharded by the caller: ``id mod num_ps == ps``."""
+        """Set rows from ``{ps: {sub_table: (ids, values)}}``, sharded by the caller: ``id mod num_ps == ps``."""
         return self._direct("assign", data, req_time)
 
     def assign_add(self, data: Mapping[int, Mapping[str, tuple[Tensor, Tensor]]], req_time: Any = None) -> Any:
-        """The same, adding."""
+        """Like `assign`, but adds to rows."""
         return self._direct("assign_add", data, req_time)
 
     def _direct(self, verb: str, data: Mapping[int, Mapping[str, tuple[Tensor, Tensor]]], req_time: Any) -> Any:
@@ -272,17 +271,16 @@ class PartitionedHashTable:
             raise ConfigError(f"parts must be 0..{self._shards - 1}, got {ps}")
 
     def _checked_rows(self, ps: int, name: str, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows that part ``ps`` may hold, on its device."""
+        """Check rows for part ``ps`` and move them to its device."""
         if name not in self._dims:
-            raise KeyError(f"there is no sub-table {name!r}; there are {', '.join(self._dims)}")
+            raise KeyError(f"there is no sub-table {name!r}; sub-tables are {', '.join(self._dims)}")
         ids = ids_anywhere(ids, name).view(-1).to(self._home)
         values = rows_anywhere(values, ids.numel(), self._dims[name], name, "values", self._home)
         if ids.numel() and (int(ids.min()) < 0 or bool((shard_of(ids, self._shards) != ps).any())):
             bad = ids[(ids < 0) | (shard_of(ids, self._shards) != ps)][0]
             raise ConfigError(
                 f"sub-table {name!r}: ids of part {ps} of {self._shards} must be >= 0 with id mod {self._shards} == "
-                f"{ps}, "
-                f"got {int(bad)}"
+                f"{ps}, got {int(bad)}"
             )
         return ids, values.view(-1, self._dims[name])
 
@@ -298,16 +296,16 @@ class PartitionedHashTable:
         self._hooks.append(hook)
 
     def get_queue_hooks(self) -> list[SessionRunHook]:
-        """Its own hooks and those of the parts."""
+        """The hooks for the training loop, including those of the parts."""
         inner = [h for t in self._tables for h in (t.get_queue_hooks() if hasattr(t, "get_queue_hooks") else ())]
-        exchange = self._exchange.hooks if self._exchange is not None else []
+        exchange = self._exchange.shard.hooks if self._exchange is not None else []
         return [*self._hooks, *exchange, *inner]
 
     def get_table_dim_sizes(self) -> list[int]:
         return [self._dims[name] for name in sorted(self._dims)]
 
     def as_op(self, name: str | None = None) -> PartitionedHashTable:
-        """Waits until everything asked of these tables has been applied."""
+        """Wait until all writes to these tables have been applied."""
         for table in self._tables:
             table.as_op()
         return self
@@ -317,7 +315,7 @@ class PartitionedHashTable:
 
 
 class _Stages:
-    """The parts of a partitioned table's step."""
+    """The stages of a partitioned table's step."""
 
     def __init__(self, table: PartitionedHashTable, features: Callable[[Any], dict[str, Any]]) -> None:
         self._table, self._features = table, features
@@ -345,8 +343,8 @@ class _Stages:
 
     def exchange_gradients(self, work: Any) -> Any:
         exchange = self._table._exchange
-        return work if exchange is None else exchange.exchange_gradients(work)
+        return work if exchange is None else exchange.shard.exchange_gradients(work)
 
     def apply(self, work: Any) -> None:
         exchange = self._table._exchange
-        self._table._push(*work) if exchange is None else exchange.apply(work)
+        self._table._push(*work) if exchange is None else exchange.shard.apply(work)

@@ -1,4 +1,4 @@
-"""Rows of a sharded batch to layout tensors and layout gradients back to rows, on the CPU or on a GPU."""
+"""Pools the rows of a sharded batch into layout tensors, and layout gradients back into rows, on CPU or GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from shoal.table.export_mode import get_current_export_ctx, is_exporting
 
 
 class Pooling:
-    """The layouts of one parser context. Rows come as one list per table and part, or, exchanged between ranks, as one
-    flat buffer with the floats of each list in ``lengths``."""
+    """The layouts of one parser context.
+
+    Rows are one tensor per table and part. If ranks exchanged them, they are one flat buffer, and ``lengths`` has the
+    number of floats of each list.
+    """
 
     def __init__(self, ctx: ParserCtx, shards: int) -> None:
         self._ctx, self._shards = ctx, shards

@@ -1,4 +1,4 @@
-"""Queues between the stages of a step: whole nested structures of tensors, first in, first out, with an end."""
+"""First-in-first-out queues of nested structures of tensors between the stages of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.comm.horovod.hooks import SessionRunHook
 from shoal.errors import ConfigError
 from shoal.ragged import Ragged
 
-DEADLINE_S = 3600.0  # of a wait that was given no other; long, for a stage may wait for data
+DEADLINE_S = 3600.0  # the default of every wait; long, because a stage can wait for data
 
 
 QUEUE_KEYS = (
@@ -29,36 +29,36 @@ def queue_capacities(queue_configs: Mapping[str, int] | None) -> dict[str, int]:
     """The capacity of every queue of a table; 0 where ``queue_configs`` does not name it."""
     given = dict(queue_configs or {})
     if unknown := sorted(set(given) - set(QUEUE_KEYS)):
-        raise ConfigError(f"queue_configs has no setting {unknown[0]!r}; it may have {', '.join(QUEUE_KEYS)}")
+        raise ConfigError(f"queue_configs has no setting {unknown[0]!r}; settings are {', '.join(QUEUE_KEYS)}")
     return {key: int(given.get(key, 0)) for key in QUEUE_KEYS}
 
 
 class StructureQueue(BoundedQueue):
-    """At most ``capacity`` structures. Threads may share it.
+    """A queue of at most ``capacity`` structures, safe to use from several threads.
 
-    `enqueue` blocks while it is full, `dequeue` while it is empty. After `close` what is left can still be taken, then
-    `dequeue` raises `EndOfInput`, or the error that the producer ended with.
+    `enqueue` blocks while it is full, `dequeue` while it is empty. After `close` the remaining elements can still be
+    taken, then `dequeue` raises `EndOfInput`, or the error that the producer ended with.
     """
 
     def __init__(self, capacity: int = 1, name: str = "prefetch_queue") -> None:
         super().__init__(capacity, name)
 
     def enqueue(self, struct: Any, timeout: float = DEADLINE_S) -> None:
-        """Adds a structure, which is checked and copied (its tensors are not)."""
+        """Add a copy of a structure that shares its tensors."""
         self.put(_copy(struct, {}), timeout)
 
     def dequeue(self, timeout: float = DEADLINE_S) -> Any:
-        """Takes the oldest structure."""
+        """Take the oldest structure."""
         return self.get(timeout)
 
 
 def enqueue_dicts_with_queue_return(
     tensors: Any, capacity: int = 1, queue_name: str = "prefetch_queue"
 ) -> tuple[Any, StructureQueue | None]:
-    """Passes a structure through a new queue; returns what came out and the queue, which is empty again.
+    """Pass a structure through a new queue; returns the result and the queue, which is empty again.
 
     ``tensors`` are nested lists, tuples and dicts of tensors and ragged tensors; bool, int, str, None and parameters
-    pass through untouched. Capacity 0: the structure itself and None.
+    pass through unchanged. With capacity 0 it returns the structure itself and None.
     """
     if capacity == 0:
         return tensors, None
@@ -68,7 +68,7 @@ def enqueue_dicts_with_queue_return(
 
 
 def _copy(value: Any, seen: dict[int, Any]) -> Any:
-    """A copy of the containers with the same tensors, one object for one object."""
+    """Copy the containers of a structure, but not its tensors."""
     if isinstance(value, nn.Parameter | bool | int | str) or value is None:
         return value
     if isinstance(value, Tensor):
@@ -92,10 +92,10 @@ def _copy(value: Any, seen: dict[int, Any]) -> Any:
 
 
 class Stage:
-    """A producer that runs ahead in a thread of its own, up to ``capacity`` elements (and one in its hand).
+    """A producer that runs ahead in its own thread, by up to ``capacity + 1`` elements.
 
-    ``producer_fn()`` makes the next element; ``StopIteration`` ends the input. An element made ahead has not seen the
-    updates that happen before it is taken: up to ``capacity + 1`` of them.
+    ``producer_fn()`` makes the next element; ``StopIteration`` ends the input. An element made ahead does not reflect
+    the updates that happen before it is taken, up to ``capacity + 1`` of them.
     """
 
     def __init__(self, producer_fn: Callable[[], Any], capacity: int = 1, name: str = "stage") -> None:
@@ -108,7 +108,7 @@ class Stage:
         return self.queue.dequeue(timeout)
 
     def close(self) -> None:
-        """Ends the thread; what it made is dropped."""
+        """End the thread and drop its elements."""
         self._hook.end()
 
     def __enter__(self) -> Stage:
@@ -119,9 +119,9 @@ class Stage:
 
 
 class EnqueueHook(SessionRunHook):
-    """From `begin` on, a daemon thread enqueues what ``producer_fn`` makes until the input ends or the queue closes.
+    """Fills a queue from ``producer_fn`` in a daemon thread, from `begin` until the input ends or the queue closes.
 
-    Without a producer the loop itself enqueues; the hook then closes the queue at the `end`.
+    Without a producer the loop itself enqueues, and the hook only closes the queue in `end`.
     """
 
     def __init__(self, queue: StructureQueue, producer_fn: Callable[[], Any] | None = None) -> None:
@@ -153,10 +153,9 @@ class EnqueueHook(SessionRunHook):
 
 
 class AsyncPushHook(SessionRunHook):
-    """Runs ``run``, which takes one element of ``queue`` and applies it, once a step, one step late.
+    """Calls ``run``, which takes one element of ``queue`` and applies it, once per step, one step late.
 
-    The first step only enqueues; after it the hook is armed. `end` runs what is left. So every element is applied
-    exactly once, in order.
+    The first step only enqueues. `end` runs the remaining elements, so every element is applied exactly once, in order.
     """
 
     def __init__(self, queue: StructureQueue, run: Callable[[], Any]) -> None:
@@ -176,11 +175,11 @@ class AsyncPushHook(SessionRunHook):
 
 
 class AsyncFunctionMgr:
-    """Functions whose calls are put off by one step.
+    """Defers function calls by one step.
 
-    A synchronous call runs at once. An asynchronous one puts its arguments into a queue of capacity 1 that its
-    ``queue_name`` stands for; the queue's `AsyncPushHook` runs it in the next step. A call that finds the queue full
-    runs the waiting one first, so it also works where no loop calls the hooks.
+    A synchronous call runs at once. An asynchronous call is put into the queue ``queue_name``, of capacity 1, and that
+    queue's `AsyncPushHook` runs it in the next step. A call that finds the queue full runs the waiting call first, so
+    it also works in a loop that does not call hooks.
     """
 
     def __init__(self, is_async: bool = True) -> None:
@@ -201,14 +200,14 @@ class AsyncFunctionMgr:
         is_async: bool | None = None,
         queue_name: str = "async_queue",
     ) -> Any:
-        """Calls ``target(*args, **kwargs)``, now or one step later; its result when it is now."""
+        """Call ``target(*args, **kwargs)`` now, and return its result, or one step later."""
         args, kwargs = tuple(args or ()), dict(kwargs or {})
         if not (self._is_async if is_async is None else is_async):
             return target(*args, **kwargs)
         if queue_name in getattr(self._running, "names", ()):
             raise ConfigError(
-                f"async function in queue {queue_name!r}: it was added by the target itself, so it would wait for its "
-                "own effect; use another queue_name"
+                f"async function in queue {queue_name!r}: it was added by a call from the same queue, so it would wait "
+                "for its own effect; use another queue_name"
             )
         if queue_name not in self._queues:
             queue = self._queues[queue_name] = StructureQueue(1, queue_name)
@@ -229,13 +228,13 @@ class AsyncFunctionMgr:
             self._running.names = names
 
     def flush(self) -> None:
-        """Runs everything that waits."""
+        """Run all waiting calls."""
         for hook in self._hooks.values():
             hook.end()
 
 
 def _shallow(value: Any) -> Any:
-    """New containers around the same objects, so that a caller may continue to use its own."""
+    """Copy the containers, so that the caller can change its own."""
     if isinstance(value, dict):
         return {key: _shallow(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,8 +1,7 @@
-"""`TablePipeline`: lookups of the next batches and updates of the last ones, while the caller computes.
+"""`TablePipeline`: looks up the next batches and applies the last updates while the caller computes.
 
-It is what the keys of ``queue_configs`` set. In the original system each of them cuts the graph of a step in two with a
-queue, and a thread runs the part before the cut ahead of the loop. Here a thread makes all calls of the table, and the
-keys say how many batches ahead it looks up and how many steps late it updates.
+One thread makes all calls on the table; the keys of ``queue_configs`` set how many batches ahead it looks up and how
+many steps late it updates.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from shoal.comm.ranks.aside import aside
 from shoal.comm.ranks.ranks import Ranks
 from shoal.errors import ConfigError, PeerError
 
-_CLOSE_S = 10.0  # that a pipeline which is left waits for its threads
+_CLOSE_S = 10.0  # how long `close` waits for the threads
 _HAS, _ENDED, _FAILED = range(3)
 
 
@@ -33,15 +32,15 @@ class Looked(NamedTuple):
 
 
 class Stages(Protocol):
-    """The parts of a table's step. A pipeline calls them in its thread, but for `take_gradients`."""
+    """The stages of a table's step. A pipeline calls them in its thread, except `take_gradients`."""
 
     def prepare(self, batch: Any) -> Any:
-        """What of a lookup needs no other rank."""
+        """Do the part of a lookup that needs no other rank."""
 
     def look_up(self, batch: Any, prepared: Any) -> Looked: ...
 
     def take_gradients(self, looked: Looked, *args: Any, **kwargs: Any) -> Any:
-        """Gradients of what was looked up, as `exchange_gradients` takes them."""
+        """The input of `exchange_gradients`, from the gradients of a batch."""
 
     def exchange_gradients(self, work: Any) -> Any: ...
 
@@ -58,18 +57,18 @@ class TablePipeline:
             grads = compute(looked.embeddings)
             pipeline.update(grads, global_step=step)
 
-    What is done beside the caller is done in one order, the same on every rank and in every run: the lookup of batch
-    ``j`` comes after the update of batch ``j - 1 - staleness``. Iteration ends, on every rank, with the last batch that
-    all ranks have; then all updates have been made. `hooks` are for loops that call hooks.
+    The order of the background work is the same on every rank and in every run: the lookup of batch ``j`` comes after
+    the update of batch ``j - 1 - staleness``. On every rank iteration ends with the last batch that all ranks have, and
+    after all updates. `hooks` are for loops that call hooks.
 
     Args:
-        stages: the parts of the table's step.
-        batches: what the table looks up; read ahead by a thread.
-        capacities: of ``queue_configs``. ``enable_pipelined_fwda2a`` and ``embedding_prefetch_capacity`` are batches
-            that are looked up ahead; ``enable_async_optimize`` and ``enable_pipelined_bwda2a`` steps by which updates
-            are late. With all of them 0 only reading is ahead, and results are those of ``lookup`` and
-            ``apply_gradients``.
-        ranks: who takes part; None: this process alone.
+        stages: the stages of the table's step.
+        batches: the input, read ahead by a thread.
+        capacities: the values of ``queue_configs``. ``enable_pipelined_fwda2a`` and ``embedding_prefetch_capacity``
+            are the number of batches that are looked up ahead; ``enable_async_optimize`` and
+            ``enable_pipelined_bwda2a`` the number of steps by which updates are late. If all are 0, only batches are
+            read ahead, and results are those of ``lookup`` and ``apply_gradients``.
+        ranks: the ranks that use the pipeline together; None for a single process.
     """
 
     def __init__(
@@ -78,9 +77,9 @@ class TablePipeline:
         self._stages, self._source = stages, batches
         late, exchanged_late = (capacities[key] for key in ("enable_async_optimize", "enable_pipelined_bwda2a"))
         self.lookups_ahead = capacities["enable_pipelined_fwda2a"] + capacities["embedding_prefetch_capacity"]
-        """Batches whose lookup is begun before their step."""
+        """The number of batches that are looked up before their step."""
         self.updates_late = late + exchanged_late
-        """Steps between that of a batch and its update."""
+        """The number of steps from a batch's own step to its update."""
         self._exchanges_late = max(1, late) if self.updates_late else 0
         self._ranks = None if ranks is None or ranks.world_size == 1 else ranks
         if self._ranks is not None:
@@ -97,13 +96,13 @@ class TablePipeline:
 
     @property
     def staleness(self) -> int:
-        """How many updates before a batch's own its lookup has not seen."""
+        """The number of earlier updates that the lookup of a batch does not reflect."""
         return self.lookups_ahead + self.updates_late
 
     # --- batches out --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Starts the threads; the first batch does it, too."""
+        """Start the threads; `next` calls it as well."""
         if self._lane is None and not self._over:
             self._read = ReadAhead(self._source, max(1, self.lookups_ahead), name="shoal-table-read")
             self._lane = Lane("shoal-table", inside=aside)
@@ -118,7 +117,7 @@ class TablePipeline:
             self.close()
 
     def next(self) -> Looked | None:
-        """The next batch with its embeddings; None after the last, when all updates have been made."""
+        """The next batch with its embeddings; None after the last batch and all updates."""
         self.begin()
         lane = self._lane
         if lane is None or self._over:
@@ -132,34 +131,36 @@ class TablePipeline:
         return self._current
 
     def _next(self) -> Looked | None:
-        """In the thread: the next batch that every rank has."""
+        """The next batch that every rank has; runs in the thread."""
         assert self._read is not None
         batch = prepared = failed = None
-        says = _HAS
+        state = _HAS
         try:
             batch = next(self._read)
             prepared = self._stages.prepare(batch)
         except StopIteration:
-            says = _ENDED
+            state = _ENDED
         except BaseException as error:
-            says, failed = _FAILED, error
-        told = [says] if self._ranks is None else self._ranks.current.gather_totals(says)
+            state, failed = _FAILED, error
+        states = [state] if self._ranks is None else self._ranks.current.gather_totals(state)
         if failed is not None:
             raise failed
-        others = [rank for rank, said in enumerate(told) if said == _FAILED]
+        others = [rank for rank, other in enumerate(states) if other == _FAILED]
         if others:
             raise PeerError(f"rank(s) {others} could not prepare their batch; see their logs", ranks=others)
-        return None if _ENDED in told else self._stages.look_up(batch, prepared)
+        return None if _ENDED in states else self._stages.look_up(batch, prepared)
 
     # --- gradients back -----------------------------------------------------------------------------------------------
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Takes the gradients of the batch that came last, as ``apply_gradients`` of the table does.
+        """Take the gradients of the last batch, with the arguments of the table's ``apply_gradients``.
 
-        If updates are not late, it returns when they are in the rows.
+        If updates are not late, it returns after the rows are updated.
         """
         if self._current is None or self._lane is None:
-            raise ConfigError("update takes the gradients of the batch that came last, once; none waits for them")
+            raise ConfigError(
+                "update must be called once per batch, after the batch was returned; no batch waits for gradients"
+            )
         looked, self._current = self._current, None
         work = self._stages.take_gradients(looked, *args, **kwargs)
         if self.updates_late:
@@ -168,23 +169,23 @@ class TablePipeline:
             self._lane.run(lambda: self._stages.apply(self._stages.exchange_gradients(work)))
 
     def _push(self, lane: Lane, step: float) -> None:
-        """Has gradients exchanged and updates made whose time comes with a step."""
+        """Submit the exchanges and updates that are due at a step."""
         stages = self._stages
         while self._to_exchange and self._to_exchange[0][0] + self._exchanges_late <= step:
-            of, work = self._to_exchange.popleft()
-            self._to_apply.append((of, lane.submit(lambda work=work: stages.exchange_gradients(work))))
+            batch_step, work = self._to_exchange.popleft()
+            self._to_apply.append((batch_step, lane.submit(lambda work=work: stages.exchange_gradients(work))))
         while self._to_apply and self._to_apply[0][0] + self.updates_late <= step:
             _, exchanged = self._to_apply.popleft()
             lane.submit(lambda exchanged=exchanged: stages.apply(exchanged.result()))
 
     def flush(self) -> None:
-        """Makes all updates now. All ranks call it together."""
+        """Apply all pending updates now. All ranks must call it together."""
         if self._lane is not None:
             self._push(self._lane, float("inf"))
             self._lane.settle()
 
     def close(self) -> None:
-        """Ends the threads. Updates that wait are made first; lookups that wait are not. All ranks call it together."""
+        """End the threads after all pending updates; drops pending lookups. All ranks must call it together."""
         if self._over or self._lane is None:
             return
         self._over, self._current = True, None
@@ -205,7 +206,7 @@ class TablePipeline:
 
 
 class _PipelineHook(SessionRunHook):
-    """Starts a pipeline with the loop and ends it with it."""
+    """Starts and ends a pipeline with the training loop."""
 
     def __init__(self, pipeline: TablePipeline) -> None:
         self._pipeline = pipeline

@@ -1,4 +1,4 @@
-"""`Costs`: what the pieces of a step cost on a machine, kept as JSON. `shoal plan --measure` measures them."""
+"""`Costs`: the cost of each part of a step on a machine, saved as JSON. `shoal plan --measure` measures them."""
 
 from __future__ import annotations
 
@@ -25,63 +25,63 @@ class Costs:
     update_fixed: float
     update_per_dim: float
     pool_fixed: float
-    """An id in a bag, forward and backward, beyond the look-up and the update of its row."""
+    """Per id in a bag, forward and backward, in addition to the lookup and the update of its row."""
     pool_per_dim: float
     route_fixed: float
-    """An id on its way to the rank that owns its row and back, beyond what it costs in one process: de-duplication,
-    order, scatter and gather. This and the costs of other ways come from steps of small models over ranks."""
+    """Per id that is sent to the rank that owns its row, in addition to its cost in one process: de-duplication,
+    ordering, scatter and gather. This and the costs of other ways are measured in steps of small models over ranks."""
     route_per_dim: float
     row_overhead_bytes: float
-    """Of a row, beyond weights and optimizer state."""
+    """Per row, in addition to weights and optimizer state."""
     dense_gflops: float
     dense_update: float
-    """One parameter in the dense optimizer's step."""
+    """Per parameter in the dense optimizer's step."""
     step_us: float
-    """What a step costs however small it is."""
+    """The fixed cost of a step."""
     link_gb_per_s: float
-    """What the all-to-all's software moves, one process."""
+    """Throughput of the all-to-all's software, per process."""
     link_latency_us: float
-    """One all-to-all of nothing."""
+    """The time of an empty all-to-all."""
     reduce_gb_per_s: float
-    """Gradients that an all-reduce of two processes sums."""
+    """Throughput of an all-reduce of gradients by two processes."""
     reduce_latency_us: float
-    """An all-reduce of a few thousand values by two processes."""
+    """The time of an all-reduce of a few thousand values by two processes."""
     ps_gb_per_s: float
-    """What a parameter server's connection moves."""
+    """Throughput of a connection to a parameter server."""
     ps_latency_us: float
-    """One request, however few rows it is about."""
+    """The time of one request, even for a single row."""
     bag_fixed: float = 20.0
-    """An id on its way to the rank that has the whole table, or a slice of it."""
+    """Per id that is sent to the rank that holds the table, or a slice of it."""
     bag_per_dim: float = 8.0
-    """A column of a bag that comes back from that rank, and of its gradient."""
+    """Per column of a bag that this rank returns, and of its gradient."""
     held_share: float = 1.3
-    """The work on ids that other ranks ask for, over what it would be in their own process."""
+    """The cost of work on ids that other ranks request, relative to the same work in their own process."""
     held_us: float = 60.0
-    """Each rank that asks for a table, or for a slice of it."""
+    """Per rank that requests rows of a table, or of a slice of it."""
     copy_fixed: float = 40.0
-    """An id of a table that every rank has: de-duplication for the update that is sent to all."""
+    """Per id of a table that every rank has: de-duplication for the update that is sent to all ranks."""
     copied_share: float = 1.3
-    """The update of other ranks' rows in such a table, over that of its own."""
+    """The cost of applying another rank's update to such a table, relative to this rank's own."""
     copied_us: float = 60.0
-    """Each other rank whose update such a group of tables makes."""
+    """Per other rank whose update a group of such tables applies."""
     ranks_us: float = 800.0
-    """A step over ranks, however few ids and tables there are."""
+    """The fixed cost of a step over ranks."""
     peer_us: float = 20.0
-    """Each further rank, beyond two, in the calls of one group."""
+    """Per rank beyond two, in the calls of one group."""
     group_us: float = 120.0
-    """The calls of one group of tables over ranks in a step, however few ids there are."""
+    """The fixed cost of a step's calls of one group of tables over ranks."""
     table_us: float = 40.0
-    """The calls of one table over ranks."""
+    """The fixed cost of a step's calls of one table over ranks."""
     reduce_peer_us: float = 150.0
-    """Each further process of an all-reduce, beyond two."""
+    """Per process beyond two in an all-reduce."""
     ps_fixed: float = 60.0
-    """An id on its way to a parameter server and back."""
+    """Per id that is sent to a parameter server."""
     merge_gb_per_s: float = 8.0
-    """What is put together and taken apart where several groups share an exchange."""
+    """Throughput of joining and splitting the data of groups that share an exchange."""
     crowd: float = 0.05
-    """How much slower each further rank makes the others on its machine, which share memory and caches: 0.05 is 5 %."""
+    """How much each additional rank on a machine slows the others, which share memory and caches; 0.05 is 5 %."""
     load: float = 0.0
-    """How busy each CPU was with other work, as processes that wanted it; above some tenths, measure again later."""
+    """Other processes that wanted each CPU during the measurement, on average; above a few tenths, measure again."""
     machine: str = ""
     measured: str = ""
 
@@ -89,13 +89,13 @@ class Costs:
         return getattr(self, f"{what}_fixed") + getattr(self, f"{what}_per_dim") * dim
 
     def rows_times(self, share: float) -> Costs:
-        """The costs with other ones of the rows of a table: looked up, pooled, updated."""
+        """These costs, with those of looking up, pooling and updating rows multiplied by ``share``."""
         names = [f"{what}_{part}" for what in ("lookup", "update", "pool") for part in ("fixed", "per_dim")]
         values: dict[str, Any] = {name: share * getattr(self, name) for name in names}
         return replace(self, **values)
 
     def beside(self, ranks: int) -> Costs:
-        """The costs of each of several ranks on one machine."""
+        """The costs of each rank if ``ranks`` of them share a machine."""
         slower = 1 + self.crowd * (ranks - 1)
         times = [each.name for each in fields(self) if each.name.endswith(_TIMES) and not each.name.startswith(_WAITS)]
         values: dict[str, Any] = {name: getattr(self, name) * slower for name in times}
@@ -108,11 +108,11 @@ USUAL = Costs(
     link_gb_per_s=2.5, link_latency_us=90, reduce_gb_per_s=1.2, reduce_latency_us=200, ps_gb_per_s=1.5,
     ps_latency_us=250, machine="a usual server core", measured="assumed",
 )  # fmt: skip
-"""What is assumed where nothing was measured; good for comparing ways, not for predicting seconds."""
+"""The costs that are assumed if none were measured; good for comparing ways, not for predicting seconds."""
 
 
 def known_costs() -> Costs:
-    """The costs that `shoal plan --measure` left in the user's cache, or `USUAL`."""
+    """The costs that `shoal plan --measure` saved in the user's cache, or `USUAL`."""
     try:
         return load_costs(cache_path())
     except DataError:
@@ -120,28 +120,28 @@ def known_costs() -> Costs:
 
 
 def cache_path() -> Path:
-    """Where costs are kept between calls."""
+    """The file in which measured costs are saved."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal" / "plan-costs.json"
 
 
 def load_costs(path: Path) -> Costs:
-    """Raises `DataError` for a file that was not written by `save_costs`."""
+    """Read the file that `save_costs` wrote; `DataError` if it is damaged or missing."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict) or content.get("version") != VERSION or not isinstance(content.get("costs"), dict):
-        raise DataError(f"{path} holds no costs, version {VERSION}; measure them with: shoal plan --measure")
+        raise DataError(f"{path} does not hold costs of version {VERSION}; measure them with: shoal plan --measure")
     values = content["costs"]
     for each in fields(Costs):
         good = isinstance(values.get(each.name), str if str(each.type) == "str" else int | float)
         if not good and (each.name in values or each.default is MISSING):
-            raise DataError(f"{path}: {each.name} is missing or no number; measure again with: shoal plan --measure")
+            raise DataError(f"{path}: {each.name} is missing or not a number; measure again with: shoal plan --measure")
     return Costs(**{each.name: values[each.name] for each in fields(Costs) if each.name in values})
 
 
 def prepare(path: Path) -> None:
-    """Makes the folder that costs will be written to; raises ``OSError`` where they cannot be."""
+    """Make the folder for a file of costs; ``OSError`` if the file could not be written there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

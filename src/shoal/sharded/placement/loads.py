@@ -1,4 +1,4 @@
-"""`loads_of`: what a step of a model asks of its tables, counted in some steps of it."""
+"""`loads_of`: the load of a model's steps on its tables, measured in a few steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Counted:
 
 
 def keepers_of(model: nn.Module) -> list[Any]:
-    """What the model's modules know of their tables; the modules themselves are further down in the library."""
+    """The keepers of the model's tables. This layer cannot import `shoal.nn`, so any module with ``keepers`` counts."""
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "keepers")]
     return [keeper for module in modules for keeper in module.keepers()]
 
@@ -36,13 +36,13 @@ def tables_of(model: nn.Module) -> dict[str, Any]:
     """The tables of a model's modules, by name.
 
     Raises:
-        ConfigError: two tables have one name, by which a plan could not tell them apart.
+        ConfigError: two tables have the same name; a plan identifies tables by name.
     """
     found: dict[str, Any] = {}
     for keeper in keepers_of(model):
         if found.setdefault(keeper.name, keeper.table) is not keeper.table:
             raise ConfigError(
-                f"two tables of the model are named {keeper.name!r}; give each a name of its own, as in "
+                f"tables of the model must have different names, got {keeper.name!r} twice; set them as in "
                 "HashTable(dim, name='item')"
             )
     if not found:
@@ -52,10 +52,10 @@ def tables_of(model: nn.Module) -> dict[str, Any]:
 
 
 def loads_of(model: nn.Module, step: Callable[[], Any] | None = None, *, steps: int = 10) -> list[TableLoad]:
-    """What one rank asks of each table in a step.
+    """The load of one rank's step on each table.
 
-    ``step`` trains or evaluates the model on a batch; it is called ``steps`` times, by all ranks together where tables
-    are spread over ranks. Without it a batch of 1,024 samples with an id per table is assumed.
+    ``step`` trains or evaluates the model on a batch; it is called ``steps`` times, by all ranks together if tables
+    are spread over ranks. Without it, a batch of 1,024 samples with one id per table is assumed.
     """
     tables = tables_of(model)
     counted = {id(table): _Counted() for table in tables.values()}
@@ -76,7 +76,7 @@ def loads_of(model: nn.Module, step: Callable[[], Any] | None = None, *, steps: 
         finally:
             READS.remove(watch)
         if not any(count.ids for count in counted.values()):
-            raise ConfigError("step must run the model on a batch, but no table was asked for a row")
+            raise ConfigError("step must run the model on a batch, but no table was read")
     found = []
     for name, table in tables.items():
         count = counted[id(table)]

@@ -1,4 +1,4 @@
-"""Parameter servers as processes of this machine, started again when they die."""
+"""Parameter servers as processes of this machine, restarted when they die."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.errors import DeadlineError, PeerError
 
 
 class LocalServers:
-    """``count`` processes of ``shoal ps``, shard ``i`` at ``addresses[i]``; a dead one is started again at its address.
+    """``count`` processes of ``shoal ps``, shard ``i`` at ``addresses[i]``; a dead one is restarted at its address.
 
     >>> with LocalServers(2) as servers:  # doctest: +SKIP
     ...     client = PsClient(servers.addresses)
@@ -49,7 +49,7 @@ class LocalServers:
         return [place["address"] for place in self.places]
 
     def start(self) -> LocalServers:
-        """Starts all of them and waits until they serve."""
+        """Start all servers and wait until they are ready."""
         self._processes = [self._spawn(i, []) for i in range(self.count)]
         try:
             self.places = [self._ready(i) for i in range(self.count)]
@@ -77,7 +77,7 @@ class LocalServers:
             timer.cancel()
         if not line:
             code = process.wait(10)
-            raise PeerError(f"parameter server {i} ended with code {code} before it served; see what it printed")
+            raise PeerError(f"parameter server {i} exited with code {code} before it was ready; see its output")
         return json.loads(line)
 
     def _watch(self) -> None:
@@ -88,7 +88,7 @@ class LocalServers:
                         self.revive(i)
 
     def revive(self, i: int) -> None:
-        """Starts a dead server again, where it was."""
+        """Restart a dead server at its address."""
         with self._lock:
             if self._closing.is_set() or self._processes[i].poll() is None:
                 return
@@ -99,15 +99,15 @@ class LocalServers:
             self.restarts += 1
 
     def kill(self, i: int) -> None:
-        """Ends a server at once, as a crash would."""
+        """Kill a server, as a crash would."""
         self._processes[i].send_signal(signal.SIGKILL)
         self._processes[i].wait(60)
 
     def pause(self, i: int) -> None:
-        """Freezes a server: when this returns, it neither answers nor closes its connections."""
+        """Freeze a server: when this returns, it neither answers nor closes its connections."""
         self._processes[i].send_signal(signal.SIGSTOP)
-        # the signal only asks: threads on other cores run on for a moment
-        with contextlib.suppress(ChildProcessError):  # it has ended
+        # threads on other cores still run for a moment after the signal
+        with contextlib.suppress(ChildProcessError):  # it has exited
             os.waitid(os.P_PID, self._processes[i].pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self, i: int) -> None:
@@ -117,7 +117,7 @@ class LocalServers:
         return self._processes[i].pid
 
     def close(self, drain: timedelta = timedelta(minutes=2)) -> None:
-        """Lets all of them finish what they accepted, and ends them."""
+        """Stop all servers, after they have finished the requests that they accepted."""
         self._closing.set()
         with self._lock:
             for process in self._processes:
@@ -135,7 +135,7 @@ class LocalServers:
                     late.append(i)
                 self._close_pipe(process)
         if late:
-            raise DeadlineError(f"parameter servers {late} did not end within {drain}; they were killed")
+            raise DeadlineError(f"parameter servers {late} did not exit within {drain} and were killed")
 
     @staticmethod
     def _close_pipe(process: subprocess.Popen[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a step costs each rank when a table is spread in a certain way: a pure function of its load and of `Costs`."""
+"""The predicted cost of a step on each rank, for given ways of the tables: a pure function of loads and `Costs`."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ ID_BYTES, FLOAT_BYTES = 8, 4
 
 @dataclass(frozen=True, kw_only=True)
 class TableLoad:
-    """What one rank asks of a table in a step, and how large the table is."""
+    """The load of one rank's step on a table, and the size of the table."""
 
     name: str
     dim: int
     rows: float
-    """Of the whole table."""
+    """The number of rows of the whole table."""
     ids: float
-    """That one rank looks up in a step."""
+    """The number of ids that one rank looks up in a step."""
     distinct: float
-    """Of them."""
+    """The number of distinct ids among them."""
     bags: float
-    """That they are pooled into, over all features of the table; without pooling as many as ids."""
+    """The number of bags that these ids are pooled into, over all features; without pooling, the number of ids."""
     optimizer: str = "adagrad"
     cut: bool = True
-    """Whether its columns may be on several ranks."""
+    """Whether its columns may be split over ranks."""
     copies: bool = True
     """Whether every rank may have all of its rows."""
     max_rows: float = 0.0
-    """Rows that its part on a rank may have; 0: unlimited. A part with a limit is planned as full."""
+    """The most rows of its part on a rank; 0: unlimited. A part with a limit is planned as full."""
     max_bytes: float = 0.0
-    """Bytes that its part on a rank may take; 0: unlimited."""
+    """The most bytes of its part on a rank; 0: unlimited."""
 
     def __post_init__(self) -> None:
         if self.dim < 1:
@@ -56,27 +56,27 @@ class TableLoad:
 
     @property
     def limited(self) -> bool:
-        """Whether its parts have a budget: slices and copies of one row would leave at different times."""
+        """Whether its parts have a budget, so that ranks would evict slices or copies of a row at different times."""
         return bool(self.max_rows or self.max_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The connections between ranks: the slower of these and of the software counts."""
+    """The network between ranks. The slower of network and software determines the time of an exchange."""
 
     gb_per_s: float = float("inf")
-    """Of one rank, each way."""
+    """Bandwidth of one rank, in each direction."""
     latency_us: float = 0.0
 
 
 @dataclass
 class Loads:
-    """Per rank ``[W]``: what tables add to a step."""
+    """The load that tables add to a step, per rank ``[W]``."""
 
     compute_s: np.ndarray
-    """Of one core."""
+    """Seconds on one core."""
     calls_s: np.ndarray
-    """Of Python, which more cores do not shorten."""
+    """Seconds in Python, which more cores do not reduce."""
     sent: np.ndarray
     """Bytes."""
     received: np.ndarray
@@ -97,7 +97,7 @@ class Loads:
 
 @lru_cache(maxsize=256)
 def state_bytes(optimizer: str, dim: int) -> int:
-    """Bytes of optimizer state in a row."""
+    """Bytes of optimizer state per row."""
     from shoal.table.config.messages import OptimizerDump
     from shoal.table.offline.exchange import initial_state
 
@@ -110,12 +110,12 @@ def state_bytes(optimizer: str, dim: int) -> int:
 
 
 def row_bytes(dim: int, optimizer: str, costs: Costs) -> float:
-    """Memory of a row."""
+    """Bytes of memory per row."""
     return FLOAT_BYTES * dim + state_bytes(optimizer, dim) + costs.row_overhead_bytes
 
 
 def part_bytes(load: TableLoad, rows: float, width: int, costs: Costs) -> float:
-    """Memory of a part of a table."""
+    """Bytes of memory of a part of a table."""
     row = row_bytes(width, load.optimizer, costs)
     if not load.limited:
         return rows * row
@@ -123,12 +123,12 @@ def part_bytes(load: TableLoad, rows: float, width: int, costs: Costs) -> float:
 
 
 def local_ns(load: TableLoad, dim: int, costs: Costs) -> float:
-    """A step of one rank's ids on a table in its own process."""
+    """The time of one rank's step on a table in its own process."""
     return load.ids * costs.rows("pool", dim) + load.distinct * (costs.rows("lookup", dim) + costs.rows("update", dim))
 
 
 def work(load: TableLoad, way: Way, ranks: int, costs: Costs) -> dict[str, np.ndarray]:
-    """What a table asks of every rank beyond the work on its own ids: the name of a cost -> how often, ``[W]``."""
+    """How often, ``[W]``, a table incurs each cost, by the cost's name; without the work on the rank's own ids."""
     every = np.ones(ranks)
     if way.kind == "row":
         return {"route_fixed": every * load.ids, "route_per_dim": every * load.ids * load.dim}
@@ -146,7 +146,7 @@ def work(load: TableLoad, way: Way, ranks: int, costs: Costs) -> dict[str, np.nd
 
 
 def spread(load: TableLoad, way: Way, ranks: int, costs: Costs) -> Loads:
-    """What a table adds to a step of every rank."""
+    """The load that a table adds to a step on every rank."""
     found, dim = Loads.none(ranks), load.dim
     if ranks == 1:
         found.compute_s += local_ns(load, dim, costs) * 1e-9
@@ -184,7 +184,7 @@ def spread(load: TableLoad, way: Way, ranks: int, costs: Costs) -> Loads:
 
 
 def calls(loads: Sequence[TableLoad], ways: Sequence[Way], ranks: int) -> dict[str, float]:
-    """The name of a cost -> how often it comes in a step whatever the batch.
+    """How often a step incurs each fixed cost, by the cost's name.
 
     Tables of one dim that are spread alike are read together, as a group.
     """
@@ -197,7 +197,7 @@ def calls(loads: Sequence[TableLoad], ways: Sequence[Way], ranks: int) -> dict[s
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The tables' part of a step, in seconds of the slowest rank."""
+    """The tables' part of a step, in seconds on the slowest rank."""
 
     compute_s: float
     network_s: float
@@ -219,7 +219,7 @@ class Step:
 def step_of(
     loads: Sequence[TableLoad], ways: Sequence[Way], total: Loads, costs: Costs, cores: int, links: Links
 ) -> Step:
-    """The step of all tables, whose loads add up to ``total``. Parts of it follow each other; nothing overlaps."""
+    """The predicted step of all tables, whose loads add up to ``total``. Its parts do not overlap."""
     ranks = total.compute_s.shape[0]
     if ranks == 1:
         compute = float(total.compute_s.max()) / cores

@@ -1,4 +1,4 @@
-"""`Plan`: how the tables of a model are spread over ranks, what it costs and why; printed, edited, kept in a file."""
+"""`Plan`: how a model's tables are spread over ranks, with costs and reasons; can be printed, edited and saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FORMAT = "shoal.sharding-plan"
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where one table is, and why."""
+    """The way of one table, and the reason for it."""
 
     load: TableLoad
     way: Way
@@ -31,9 +31,9 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How tables are spread over ranks. It is made by `plan`, and used by `shard`.
+    """How tables are spread over ranks; made by `plan`, used by `shard`.
 
-    Predictions follow from the ways, loads and costs that it holds, also after `edited` and `load`.
+    Predictions are computed from its ways, loads and costs, also after `edited` and `load`.
     """
 
     tables: tuple[Placement, ...]
@@ -54,7 +54,7 @@ class Plan:
             if placed.way.kind == "column" and not placed.load.cuttable:
                 raise ConfigError(f"table {placed.name!r} cannot be sharded by column; use row or table")
 
-    # --- what it says -------------------------------------------------------------------------------------------------
+    # --- contents and predictions -------------------------------------------------------------------------------------
 
     def way_of(self, name: str) -> Way:
         """The way of a table."""
@@ -66,7 +66,7 @@ class Plan:
 
     @cached_property
     def total(self) -> Loads:
-        """What a step asks of every rank: seconds of work on rows, bytes sent and received, bytes of rows."""
+        """The load of a step on every rank: seconds of work on rows, bytes sent and received, bytes of rows."""
         total = Loads.none(self.ranks)
         for placed in self.tables:
             total.add(spread(placed.load, placed.way, self.ranks, self.costs))
@@ -74,7 +74,7 @@ class Plan:
 
     @cached_property
     def step(self) -> Step:
-        """The predicted step: of tables alone, not of the rest of the model."""
+        """The predicted step of the tables, without the rest of the model."""
         loads, ways = [placed.load for placed in self.tables], [placed.way for placed in self.tables]
         return step_of(loads, ways, self.total, self.costs, self.cores, self.links)
 
@@ -95,7 +95,7 @@ class Plan:
         )
 
     def compared(self, other: Plan) -> str:
-        """What another plan would change, in words."""
+        """The differences from another plan, as text."""
         lines = []
         for placed in self.tables:
             theirs = other.way_of(placed.name)
@@ -115,8 +115,8 @@ class Plan:
         return "\n".join([*lines, *self.summary()])
 
     def rows(self) -> list[list[str]]:
-        """A table to print: a head, then a row per table."""
-        found = [["table", "way", "dim", "rows", "ids", "memory/rank", "sent/rank", "why not otherwise"]]
+        """The cells of a printed plan: a header, then one row per table."""
+        found = [["table", "way", "dim", "rows", "ids", "memory/rank", "sent/rank", "other ways"]]
         for placed in self.tables:
             own = spread(placed.load, placed.way, self.ranks, self.costs)
             found.append([
@@ -138,7 +138,7 @@ class Plan:
         ]
 
     def show(self) -> None:
-        """Prints the plan."""
+        """Print the plan."""
         from rich.console import Console
         from rich.table import Table
 
@@ -154,7 +154,7 @@ class Plan:
     # --- files --------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> Plan:
-        """Writes the plan as JSON. Its ways can be edited there: ``"way": "table:3"``."""
+        """Write the plan as JSON; its ways can be edited in the file: ``"way": "table:3"``."""
         from shoal.durable import write_whole
 
         tables = [{"name": p.name, "way": str(p.way), "why": p.why, "load": asdict(p.load)} for p in self.tables]
@@ -168,7 +168,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Reads what `save` wrote; predictions are made anew.
+        """Read a plan that `save` wrote; predictions are computed again.
 
         Raises:
             DataError: the file cannot be read or is not a plan.

@@ -1,4 +1,4 @@
-"""`plan`: which way each table of a model is spread over ranks, for the shortest predicted step that fits."""
+"""`plan`: chooses the way of each table, for the shortest predicted step that fits in memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shoal.sharded.placement.model import Links, Loads, TableLoad, spread, step_
 from shoal.sharded.placement.plan import Placement, Plan
 
 _PASSES = 4
-_NARROWEST = 4  # columns of a slice
+_NARROWEST = 4  # the fewest columns of a slice
 _MOST_RANKS = 1 << 17
 _MOST_NEAR = 8  # ranks that `shoal plan --measure` runs at once
 
 
 class PlanError(ConfigError):
-    """The tables do not fit. ``nearest`` is a plan on the fewest ranks where they do, or None."""
+    """The tables do not fit. ``nearest`` is a plan with the fewest ranks on which they fit, or None."""
 
     nearest: Plan | None = None
 
@@ -37,39 +37,40 @@ def plan(
     per_machine: int | None = None,
     ways: Sequence[str] = KINDS,
 ) -> Plan:
-    """Chooses a way for each table.
+    """Choose a way for each table.
 
     >>> from shoal.sharded import TableLoad, plan
     >>> tables = [TableLoad(name="user", dim=64, rows=1e8, ids=4096, distinct=4000, bags=4096),
     ...           TableLoad(name="country", dim=8, rows=200, ids=4096, distinct=200, bags=4096)]
     >>> made = plan(tables, 8, memory_gb=16)
-    >>> str(made.way_of("user")), made.fits  # 59 GB of rows: on no rank alone
+    >>> str(made.way_of("user")), made.fits  # 59 GB of rows do not fit on one rank
     ('row', True)
 
     Args:
-        tables: what one rank asks of each table in a step; `loads_of` measures it in some steps of a model.
-        costs: of this machine; those of ``shoal plan --measure`` unless given, else assumed ones.
-        memory_gb: what a rank may hold of rows; None: no limit.
-        cores: that a rank's work on tables is spread over.
-        links: between ranks; by default as fast as the software.
-        per_machine: ranks on one machine, which slow each other by ``costs.crowd``. By default one where ``links`` are
-            given, else what torchrun says (``LOCAL_WORLD_SIZE``), else all, but 8 at most.
-        ways: the kinds that may be used. A table that cannot be spread so is spread by row.
+        tables: the load of one rank's step on each table; `loads_of` measures it in some steps of a model.
+        ranks: the number of ranks.
+        costs: the costs of this machine; by default those of ``shoal plan --measure``, or assumed ones.
+        memory_gb: the most memory for rows per rank; None: no limit.
+        cores: the number of cores per rank that work on tables.
+        links: the network between ranks; by default as fast as the software.
+        per_machine: the number of ranks on one machine, which slow each other by ``costs.crowd``. Default: 1 if
+            ``links`` is given, else torchrun's ``LOCAL_WORLD_SIZE``, else all ranks but at most 8.
+        ways: the kinds of ways that may be used. A table for which none is possible is spread by row.
 
     Raises:
-        PlanError: the rows fit in no way; the message names the tables and the nearest plan that fits.
+        PlanError: the rows do not fit in any way; the message names the tables and the nearest plan that fits.
     """
     if ranks < 1:
         raise ConfigError(f"ranks must be >= 1, got {ranks}")
     if unknown := [kind for kind in ways if kind not in KINDS]:
-        raise ConfigError(f"ways must be of {', '.join(KINDS)}, got {unknown[0]!r}")
+        raise ConfigError(f"ways must be among {', '.join(KINDS)}, got {unknown[0]!r}")
     names = [table.name for table in tables]
     if len(set(names)) != len(names):
         raise ConfigError(f"tables must have distinct names, got {sorted(names)}")
     if per_machine is None:
         per_machine = 1 if links else _near(ranks)
     if not 1 <= per_machine <= ranks:
-        raise ConfigError(f"per_machine must be from 1 to the {ranks} ranks, got {per_machine}")
+        raise ConfigError(f"per_machine must be 1 to {ranks}, the number of ranks, got {per_machine}")
     costs = (costs or known_costs()).beside(per_machine)
     search = _Search(list(tables), ranks, costs, memory_gb, cores, links or Links(), tuple(ways))
     best = search.run()
@@ -79,12 +80,12 @@ def plan(
 
 
 def _near(ranks: int) -> int:
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return min(ranks, max(1, int(said)) if said.isdecimal() else _MOST_NEAR)
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(ranks, max(1, int(local)) if local.isdecimal() else _MOST_NEAR)
 
 
 class _Search:
-    """Starts from plans of one way and changes one table at a time while the step gets shorter."""
+    """A search that starts from plans with one way, and changes one table at a time while the step gets shorter."""
 
     def __init__(
         self, loads: list[TableLoad], ranks: int, costs: Costs, memory_gb: float | None, cores: int, links: Links,
@@ -118,14 +119,14 @@ class _Search:
         return total
 
     def excess(self, ways: Sequence[Way]) -> float:
-        """Bytes of the fullest rank beyond the limit."""
+        """Bytes by which the fullest rank exceeds the limit."""
         return float(self.total(ways).memory.max()) - self.limit if self.loads else 0.0
 
     def seconds(self, ways: Sequence[Way], total: Loads) -> float:
         return step_of(self.loads, ways, total, self.costs, self.cores, self.links).seconds
 
     def value(self, ways: Sequence[Way], total: Loads | None = None) -> tuple[float, float]:
-        """Smaller is better: what does not fit first, then the time; of equal ones the one with less work in all."""
+        """The bytes that do not fit, and the time plus a little of the total work, for ties. Smaller is better."""
         total = self.total(ways) if total is None else total
         over = max(0.0, float(total.memory.max()) - self.limit) if np.isfinite(self.limit) else 0.0
         return over, self.seconds(ways, total) + 1e-3 * float(total.compute_s.mean()) / self.cores
@@ -140,7 +141,7 @@ class _Search:
         return ways
 
     def options(self, table: int, total: Loads) -> Iterator[Way]:
-        """Ways of a table, on the ranks that have least to do without it."""
+        """The possible ways of a table, on the ranks with the least other work."""
         load = self.loads[table]
         fits = total.memory <= self.limit - load.rows  # at least a byte per row
         order = [int(rank) for rank in np.lexsort((total.memory, total.compute_s, ~fits))]
@@ -188,12 +189,12 @@ class _Search:
         )  # fmt: skip
 
     def why(self, ways: Sequence[Way], table: int) -> str:
-        """What each other way of this table would do to the step."""
+        """How each other way of this table would change the step."""
         if self.ranks == 1:
-            return "there is one rank"
+            return "there is only one rank"
         now, total = self.value(ways)[1], self.total(ways)
         rest = total.add(self.of(table, ways[table]), -1.0)
-        told: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         best: dict[str, float] = {}
         for way in self.options(table, rest):
             if way.kind == ways[table].kind:
@@ -202,16 +203,16 @@ class _Search:
             other[table] = way
             over, seconds = self.value(other)
             if over:
-                told.setdefault(way.kind, f"{way.kind} does not fit")
+                reasons.setdefault(way.kind, f"{way.kind} does not fit")
             elif seconds < best.get(way.kind, float("inf")):
                 best[way.kind] = seconds
-                told[way.kind] = f"{way.kind} {1e3 * (seconds - now):+.2f} ms"
+                reasons[way.kind] = f"{way.kind} {1e3 * (seconds - now):+.2f} ms"
         load = self.loads[table]
         if not load.copyable:
-            told["data"] = "a table with a budget has no copies" + (" or slices" if not load.cuttable else "")
+            reasons["data"] = "a table with a budget cannot have copies" + (" or slices" if not load.cuttable else "")
         elif not load.cuttable and "column" in self.kinds:
-            told["column"] = "columns cannot be cut"
-        return ", ".join(told.values()) or "no other way was allowed"
+            reasons["column"] = "columns cannot be cut"
+        return ", ".join(reasons.values()) or "no other way is allowed"
 
     def refusal(self, ways: Sequence[Way]) -> PlanError:
         total = self.total(ways)
@@ -226,7 +227,7 @@ class _Search:
         least_gb = float(total.memory[rank]) / 1e9
         text = (
             f"the tables do not fit on {self.ranks} ranks of {self.memory_gb:g} GB: rank {rank} would hold "
-            f"{least_gb:.3g} GB at least, of which {named}"
+            f"at least {least_gb:.3g} GB, including {named}"
         )
         by_row = lambda more: _Search(  # noqa: E731
             self.loads, more, self.costs, self.memory_gb, self.cores, self.links, ("row",)
@@ -244,7 +245,7 @@ class _Search:
             text += f". The nearest plan that fits has {more} ranks; or give each rank {_above(least_gb)} GB"
         elif limited := [load.name for load in self.loads if load.limited]:
             text += (
-                f". More ranks do not help: lower max_rows or max_bytes, which limit each rank's part, of "
+                ". More ranks do not help, because max_rows and max_bytes apply to each rank: lower them for "
                 f"{', '.join(map(repr, limited[:3]))}, or give each rank {_above(least_gb)} GB"
             )
         else:
@@ -255,6 +256,6 @@ class _Search:
 
 
 def _above(gb: float) -> str:
-    """Three digits, rounded up."""
+    """``gb`` with three digits, rounded up."""
     digits = 2 - math.floor(math.log10(gb))
     return f"{math.ceil(gb * 10**digits) / 10**digits:.{max(0, digits)}f}"

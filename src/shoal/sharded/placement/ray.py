@@ -20,7 +20,7 @@ def _ray() -> Any:
 
 
 class _Server:
-    """An actor with one shard. Ray makes it anew when its process dies; its directory brings the rows back."""
+    """An actor with one shard. Ray restarts it when its process dies; it then loads its rows from its directory."""
 
     def __init__(self, shard: int, of: int, options: dict[str, Any]) -> None:
         from shoal.sharded.ps.server.engine import Engine
@@ -50,16 +50,16 @@ class _Server:
 
 
 class RayServers:
-    """``count`` parameter servers as Ray actors, started again when they die.
+    """``count`` parameter servers as Ray actors, restarted when they die.
 
     >>> with RayServers(2) as servers:  # doctest: +SKIP
     ...     client = PsClient(servers.addresses)
 
     Args:
-        durability: with ``directory`` on storage that every node reaches, what survives a restart.
+        durability: what survives a restart, if ``directory`` is on storage that every node can reach.
         host: ``127.0.0.1`` on one machine; ``0.0.0.0`` with ``keys`` (or ``insecure``) on a cluster.
-        ports: a port per shard, so that a server comes back where it was; by default free ones, chosen here.
-        resources: what Ray reserves for each actor, such as ``{"num_cpus": 2}``.
+        ports: one port per shard, which a server keeps when it restarts; by default free ports of this machine.
+        resources: the resources that Ray reserves for each actor, such as ``{"num_cpus": 2}``.
     """
 
     def __init__(
@@ -107,17 +107,17 @@ class RayServers:
         return self._ask("status")
 
     def kill(self, i: int) -> None:
-        """Ends a server's process; Ray starts it again. For tests of faults."""
+        """Kill a server's process, for tests; Ray restarts it."""
         _ray().kill(self.actors[i], no_restart=False)
 
     def run(self, trainer: Callable[..., Any], workers: int, *args: Any, **resources: Any) -> list[Any]:
-        """Calls ``trainer(addresses, rank, workers, *args)`` in ``workers`` tasks; a dead one is started again."""
+        """Call ``trainer(addresses, rank, workers, *args)`` in ``workers`` tasks; tasks that die are restarted."""
         ray = _ray()
         task = ray.remote(trainer).options(max_retries=3, retry_exceptions=False, **resources)
         return ray.get([task.remote(self.addresses, rank, workers, *args) for rank in range(workers)])
 
     def close(self) -> None:
-        """Lets the servers finish and ends them."""
+        """Stop the servers, after they have finished their requests."""
         ray = _ray()
         calls = [actor.stop.remote() for actor in self.actors]
         ray.wait(calls, num_returns=len(calls), timeout=30)

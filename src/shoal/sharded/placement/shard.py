@@ -1,4 +1,4 @@
-"""`shard`: a model's tables replaced by tables over ranks, each spread as a plan says."""
+"""`shard`: replaces a model's tables with tables over ranks, spread according to a plan."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def shard(
     memory_gb: float | None = None,
     backend: AllToAll | None = None,
 ) -> M:
-    """Replaces the tables of a model by tables over all ranks, and returns the model.
+    """Replace the tables of a model with tables over all ranks, and return the model.
 
-    All ranks call it together, under ``torchrun`` for example, each with the same model. Rows are moved: those of rank
-    0's local tables, or those of all ranks where a table is spread already. Modules keep their settings; a
-    `SparseOptimizer` is made afterwards.
+    All ranks must call it together, for example under ``torchrun``, with the same model. Rows are moved: those of rank
+    0 for a local table, those of all ranks for a table that is already spread. Modules keep their settings; create a
+    `SparseOptimizer` afterwards.
 
     >>> import shoal, torch
     >>> from shoal.nn import HashEmbeddingBag
@@ -44,14 +44,14 @@ def shard(
     AllToAllHashTable('item', dim=4, row, rank 0 of 1)
 
     Args:
-        plan: what `shoal.sharded.plan` made; the same on all ranks. None: rank 0 makes one.
-        step: for that plan: trains the model on a batch; it is called ten times, on all ranks, before anything is
-            replaced. Without it ids are assumed to be one per sample and table.
-        memory_gb: for that plan: what a rank may hold of rows.
+        plan: a result of `shoal.sharded.plan`, the same on all ranks. None: rank 0 makes one.
+        step: trains the model on a batch, so that rank 0 can make a plan; called ten times on all ranks, before
+            anything is replaced. Without it, one id per sample and table is assumed.
+        memory_gb: the most memory for rows per rank in the plan that rank 0 makes.
         backend: the ranks; the default process group unless given.
 
     Raises:
-        ConfigError: the plan is of other tables or of another number of ranks, or the ranks have different ones.
+        ConfigError: the plan is for other tables or another number of ranks, or the ranks have different plans.
         UnsupportedError: a table's rows are on servers, or a `SparseOptimizer` holds it. Nothing was replaced.
     """
     ranks = as_ranks(backend or default_backend())
@@ -87,7 +87,7 @@ def _ways_of(plan: Plan, tables: dict[str, Any], ranks: Ranks) -> dict[str, str]
     if any(other != every[0] for other in every):
         different = next(rank for rank, other in enumerate(every) if other != every[0])
         raise ConfigError(
-            f"ranks 0 and {different} have different plans; make it on one rank, save it, and load it on all"
+            f"ranks 0 and {different} have different plans; make the plan on one rank, save it, and load it on all"
         )
     return every[0]
 
@@ -109,7 +109,7 @@ def _check(model: nn.Module, tables: dict[str, Any]) -> list[str]:
 
 
 def _spread(table: Any, way: Way, ranks: Ranks) -> AllToAllHashTable:
-    """The rows of a table, spread in a way."""
+    """A table over ranks with the rows of ``table``."""
     shape: HashTable = getattr(table, "shape", table)
     if ranks.world_size == 1:
         return AllToAllHashTable(backend=ranks, way=way, factory=lambda _: table.table if table is not shape else table)

@@ -1,4 +1,4 @@
-"""Bounds of what one server takes on."""
+"""Limits of one parameter server."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from shoal.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of what one server takes on."""
+    """Limits of one parameter server."""
 
     max_ids: int = 1 << 24
-    """Ids in one request."""
+    """The most ids in one request."""
     max_message_bytes: int = 2 << 30
-    """Bytes in one frame, of which a request has three; a connection that sends more is cut."""
+    """The most bytes in one frame; a request has three. A connection that sends more is cut."""
     max_queued_bytes: int = 4 << 30
-    """Requests that wait; beyond it no more are read, and senders feel it. Raise it if memory allows. Requests that
-    have not come whole hold as much again at most, over all connections; the largest is cut first."""
+    """The most bytes of waiting requests; beyond it the server stops reading, and senders wait. Raise it if memory
+    allows. Incomplete requests of all connections may use as much again; beyond that, the connection with the largest
+    one is cut."""
     inline_ids: int = 2048
-    """Lookups up to this size are answered by the socket thread itself: a hand-over would cost more."""
+    """Lookups of up to this many ids are answered by the socket thread; handing them over would take longer."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -36,7 +37,7 @@ class Limits:
 
 
 def check_duration(value: Any, what: str) -> None:
-    """Refuses what is not a span of time above zero."""
+    """Raise unless ``value`` is a duration above zero."""
     if not isinstance(value, timedelta):
         raise ConfigError(f"{what} must be a datetime.timedelta, such as timedelta(seconds=3), got {value!r}")
     if value <= timedelta(0):

@@ -1,4 +1,4 @@
-"""What a parameter server counts, for Prometheus. Counting is cheap: plain additions."""
+"""The counters of a parameter server, in the format of Prometheus."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Metrics:
     def text(
         self, gauges: dict[str, Any], tables: dict[str, dict[str, Any]], place: dict[str, str] | None = None
     ) -> str:
-        """What Prometheus reads: these counters, ``gauges`` by name (counters, if it ends with ``_total``), what is
-        known of each table, and the ``place`` of the server, as labels."""
+        """The metrics page: these counters, ``gauges`` by name (counters if it ends with ``_total``), the rows and
+        bytes of each of ``tables``, and the ``place`` of the server as labels."""
         families = self._families(gauges, tables)
         if place is not None:
             where = Family("shoal_ps_shard", "gauge", "Always 1; its labels say which shard this is", tuple(place))
@@ -59,9 +59,9 @@ class Metrics:
         yield seconds
         text = "Waits for the disk, one per group of writes"
         yield Family("shoal_ps_log_sync_seconds", "histogram", text).add(self.sync_seconds)
-        text = "Updates of the shard between the lookup behind an update and the update"
+        text = "Updates of the shard between a lookup and the update that follows from it"
         yield Family("shoal_ps_staleness_updates", "histogram", text).add(self.staleness)
-        yield Family("shoal_ps_request_ids", "histogram", "Ids of a request").add(self.ids)
+        yield Family("shoal_ps_request_ids", "histogram", "Ids per request").add(self.ids)
         own = {
             "received_bytes_total": self.bytes_in,
             "sent_bytes_total": self.bytes_out,

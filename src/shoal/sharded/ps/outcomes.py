@@ -1,9 +1,9 @@
-"""`Outcomes`: what writes do to the rows of others in tables with budgets, in the log behind each of them.
+"""`Outcomes`: log records of the rows that each write evicts from tables with budgets.
 
-Which rows leave a full table follows from more than the writes that a log has: from where ids are in its index, which
-is another after a restart. So a record behind each write of such a table names the rows that left for it and the ids
-that were refused, and whoever applies the log has the same rows leave. A write without that record was answered to
-nobody: it decides again.
+Which rows a full table evicts depends not only on the writes in the log, but also on the positions of ids in its index,
+which differ after a restart. So each write to such a table is followed by a record of the rows that it evicted and the
+ids that were refused, and a server that applies the log evicts the same rows. A write without that record was not
+acknowledged; its evictions are chosen again.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ MAKES_ROWS = (Op.ASSIGN, Op.ASSIGN_ADD, Op.APPLY, Op.INSERT, Op.REINITIALIZE)
 
 
 class Outcomes:
-    """Of the tables of one shard. Methods are called in the thread that writes."""
+    """The outcomes of writes to the tables of one shard. Methods must be called in the thread that writes."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
 
     def budgets(self, request: Request) -> list[tuple[str, HashTable]]:
-        """The tables with budgets that a write may make rows in, each once."""
+        """The tables with budgets in which a write may create rows, each once."""
         if request.op not in MAKES_ROWS:
             return []
         tables = ((name, self._shard.tables.get(name)) for name in dict.fromkeys(request.names))
         return [(name, table) for name, table in tables if table is not None and table.has_budget]
 
     def begin(self, tables: Iterable[tuple[str, HashTable]], *, follow: bool = False) -> None:
-        """The next write decides by itself, which is recorded; or its outcome is known, and it follows that."""
+        """Record the outcome of the next write; with ``follow``, its outcome is known and only applied."""
         for _, table in tables:
             _core.follow_evictions(table._native, follow)
             _core.record_outcomes(table._native, not follow)
             _core.take_outcome(table._native)
 
     def stop(self) -> None:
-        """Writes decide by themselves, and nobody wants to know."""
+        """Stop recording: writes choose the rows to evict, and the choice is not recorded."""
         for table in self._shard.tables.values():
             if table.has_budget:
                 _core.follow_evictions(table._native, False)
@@ -52,17 +52,17 @@ class Outcomes:
                 _core.take_outcome(table._native)
 
     def record(self, tables: list[tuple[str, HashTable]]) -> Request:
-        """What the write did: ids of each table whose rows left, then those that were refused, by table."""
+        """The outcome of the write: the evicted ids of each table, then the refused ids of each table."""
         taken = [_core.take_outcome(table._native) for _, table in tables]
         ids = [part[which] for which in (0, 1) for part in taken]
         names = tuple(name for name, _ in tables) * 2
         return Request(Op.OUTCOME, counts=[len(part) // 8 for part in ids], names=names, ids=b"".join(ids))
 
     def prepare(self, request: Request, outcome: Request) -> tuple[Request, Tensor | None]:
-        """Has the rows leave that left for a write, and takes the ids out of it that have no row after it.
+        """Evict the rows that a write evicted, and remove from it the ids that have no row after it.
 
         Returns:
-            The write, and bool: which of its ids are left; None: all.
+            The write, and a bool mask of the ids that remain in it; None: all.
         """
         ids = np.frombuffer(bytes(outcome.ids), np.int64).copy()
         parts = np.split(ids, np.cumsum(outcome.counts)[:-1]) if outcome.counts else []
@@ -73,7 +73,7 @@ class Outcomes:
         for table, refused in zip(tables, parts[half:], strict=True):
             _core.count_refused(table._native, len(refused))
         absent = parts[half:]
-        if request.op == Op.INSERT:  # which does not write the rows that it finds: they may leave for its other ids
+        if request.op == Op.INSERT:  # it does not write the rows that it finds, so its other ids may evict them
             absent = [np.concatenate(both) for both in zip(parts[:half], parts[half:], strict=True)]
         if not any(len(part) for part in absent):
             return request, None

@@ -1,7 +1,7 @@
 """The messages between workers and parameter servers: one fixed header, then raw tensor frames.
 
-A request is ``[header, ids, values]`` and a reply ``[header, payload...]``; numbers are little-endian. The layout is
-written out in docs/parameter_server.md, and the durable log keeps requests in exactly this form.
+A request is ``[header, ids, values]`` and a reply ``[header, payload...]``; numbers are little-endian.
+docs/parameter_server.md describes the layout; the durable log stores requests in the same form.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ VERSION = 1
 FLOAT16 = 1  # values and replies are float16 on the wire
 DEDUP = 2  # apply_gradients sums equal ids first
 NATIVE = 4  # a lookup may name unknown tables
-NOW = 8  # the sender gave no time: the server puts its own in before the log, and no row's stamp goes back
-RECORDS = 16  # the write is of records of a source: those behind ``acked`` up to ``seq`` in the partition of the stream
+NOW = 8  # the sender gave no time: the server sets its own before it logs the write, and no row's time decreases
+RECORDS = 16  # the write is for input records: those after ``acked`` up to ``seq`` of the stream's partition
 
 PARTITION = b"part"
-"""What the ids of streams begin with whose writes are of ``RECORDS``."""
-MAX_CACHED = 1 << 16  # bytes of table names that are kept split
+"""The prefix of the ids of streams whose writes have the flag ``RECORDS``."""
+MAX_CACHED = 1 << 16  # bytes; longer lists of table names are not cached
 
 _REQUEST = struct.Struct("<4sHHIQ16sQQqqQIII")
 _REPLY = struct.Struct("<4sHHQQ")
 
 
 class Op(IntEnum):
-    """What a request asks for. From ASSIGN on a request changes the shard: it is ordered, logged and applied once."""
+    """The operation of a request. Those from ASSIGN on change the shard: they are ordered, logged and applied once."""
 
     INFO = 1
     LOOKUP = 2
@@ -46,23 +46,23 @@ class Op(IntEnum):
     SIZES = 5
     CHECKPOINT = 7
     FIND_INITIAL = 8
-    """LOOKUP that answers an unknown id with its initial row, zeros while an admission filter is active."""
+    """LOOKUP that returns an unknown id's initial row, or zeros while an admission filter is active."""
     PUBLISH = 9
-    """Has the server send its rows to replicas, or tell how far it is: JSON in and out."""
+    """Make the server send its rows to replicas, or report its progress: JSON in and out."""
     SCAN = 10
     """A page of a table: at most as many rows as the count says. In: JSON ``[part, after]``; ``after`` is the last
     id of the page before, or null. Out: ``[part, after]`` of the next page, or null; ids; rows."""
     FOLLOW = 11
-    """A follower asks for records of the log and tells which it has: JSON in; JSON and the records out."""
+    """A follower requests records of the log and reports which it has: JSON in; JSON and the records out."""
     FETCH = 12
-    """A part of a file of a checkpoint, or which files there are, for a server that has none: JSON in."""
+    """A part of a checkpoint's file, or the list of files, for a server without a checkpoint: JSON in."""
     HANDOVER = 13
-    """Has the leader of a shard give its place to a follower that has everything. Out: the follower's address."""
+    """Make the leader of a shard hand over to a follower that has all records. Out: the follower's address."""
     LEARNT = 14
-    """The number of the last write of each of some streams, 0 for one that has none: ids in hexadecimal as JSON in,
-    numbers as JSON out."""
+    """The number of the last write of each given stream, 0 if it has none: hexadecimal ids as JSON in, numbers as JSON
+    out."""
     OUTCOME = 15
-    """Only in the log, behind a write of tables with budgets: the ids whose rows left for it, and those refused."""
+    """Only in the log, after a write to tables with budgets: the ids whose rows it evicted, and the refused ids."""
     ASSIGN = 32
     ASSIGN_ADD = 33
     APPLY = 34
@@ -85,15 +85,15 @@ WITH_IDS = frozenset(
         Op.INSERT, Op.ERASE, Op.OUTCOME,
     }
 )  # fmt: skip
-"""Their ids frame holds the ids that the header counts."""
+"""The operations whose ids frame holds as many ids as the header counts."""
 ALWAYS = frozenset(Op) - {
     Op.FIND_INITIAL, Op.PUBLISH, Op.SCAN, Op.FOLLOW, Op.FETCH, Op.HANDOVER, Op.LEARNT, Op.OUTCOME,
 }  # fmt: skip
-"""What a server knows that does not tell its operations: one of version 0.1."""
+"""The operations of a server that does not report its operations, which is of version 0.1."""
 
 
 class Status(IntEnum):
-    """How a request ended. UNAVAILABLE, GAP and, at another server of the shard, NOT_LEADER are worth another try."""
+    """The outcome of a request. UNAVAILABLE, GAP and, at another server of the shard, NOT_LEADER can be retried."""
 
     OK = 0
     BAD_REQUEST = 1
@@ -104,7 +104,7 @@ class Status(IntEnum):
     INTERNAL = 6
     EXPIRED = 7
     NOT_LEADER = 8
-    """This server follows another one; the second frame of the answer is the leader's address, where it is known."""
+    """This server is a follower; the second frame of the reply is the leader's address, if it is known."""
 
 
 @dataclass(slots=True)
@@ -114,16 +114,16 @@ class Request:
     op: Op
     request: int = 0
     stream: bytes = bytes(16)
-    """Which ordered stream of writes this belongs to: a worker, and a thread of it."""
+    """The id of the ordered stream of writes: of a worker, or of a partition of its input."""
     seq: int = 0
     """The number of a write in its stream, from 1."""
     acked: int = 0
-    """Every write of the stream up to this one has been answered; of ``RECORDS`` the write before this one."""
+    """Every write of the stream up to this one has been answered; with ``RECORDS``, the previous write."""
     flags: int = 0
     global_step: int = 0
     req_time: int = 0
     read_version: int = 0
-    """The shard's version when the rows behind this write were read; staleness is measured from it."""
+    """The shard's version when the worker read the rows for this write; staleness is measured from it."""
     deadline_ms: int = 0
     """How long the worker will wait; 0 for no limit."""
     counts: Sequence[int] = ()
@@ -148,7 +148,7 @@ class Request:
             ) from None
 
     def frames(self) -> list[Any]:
-        """What goes over the wire: frames at the end that are empty are left out."""
+        """The frames to send, without empty ones at the end."""
         frames = [self.header(), buffer_of(self.ids), buffer_of(self.values)]
         while len(frames) > 1 and not nbytes_of(frames[-1]):
             frames.pop()
@@ -156,7 +156,7 @@ class Request:
 
     @property
     def time(self) -> int:
-        """The time of a write, as tables take it."""
+        """The time of a write, in the form that tables accept."""
         return Now(self.req_time) if self.flags & NOW else self.req_time
 
     def ids_tensor(self) -> Tensor:
@@ -169,7 +169,7 @@ class Request:
 
 
 class PlainLookup(NamedTuple):
-    """The commonest request: rows of one table."""
+    """The most common request: rows of one table."""
 
     request: int
     op: Op
@@ -181,7 +181,7 @@ _PLAIN = {int(op): op for op in (Op.LOOKUP, Op.FIND_INITIAL)}
 
 
 def plain_lookup(header: memoryview) -> PlainLookup | None:
-    """A lookup in one table, as its header says; None for any other request."""
+    """Parse the header of a lookup in one table; None for any other request."""
     if header.nbytes < _REQUEST.size + 9:
         return None
     magic, version, op, flags, request, _, _, _, _, _, _, _, k, r = _REQUEST.unpack_from(header)
@@ -192,12 +192,12 @@ def plain_lookup(header: memoryview) -> PlainLookup | None:
 
 
 def reply_header(request: int, version: int) -> bytes:
-    """The header of a reply that all is well."""
+    """The header of a reply with status OK."""
     return _REPLY.pack(MAGIC, VERSION, 0, request, version)
 
 
 def parse_request(header: Any, ids: Any = b"", values: Any = b"") -> Request:
-    """A request from its frames; `DataError` where they are not one."""
+    """Parse a request from its frames; `DataError` if they are malformed."""
     header = memoryview(header)
     if header.nbytes < _REQUEST.size:
         raise DataError(f"a request's header must have at least {_REQUEST.size} bytes, got {header.nbytes}")
@@ -207,13 +207,13 @@ def parse_request(header: Any, ids: Any = b"", values: Any = b"") -> Request:
     if magic != MAGIC:
         raise DataError(f"a request must start with {MAGIC!r}, got {magic!r}")
     if version != VERSION:
-        raise DataError(f"this server speaks protocol version {VERSION}, the request is of version {version}")
+        raise DataError(f"this server speaks protocol version {VERSION}, but the request has version {version}")
     tail = _REQUEST.size + 8 * k + 4 * r
     if header.nbytes < tail:
         raise DataError(f"a header of {k} tables and {r} rates must have at least {tail} bytes, got {header.nbytes}")
     names = _split(bytes(header[tail:]))
     if len(names) != k:
-        raise DataError(f"the header counts {k} tables and names {len(names)}")
+        raise DataError(f"the header counts {k} tables but names {len(names)}")
     numbers = struct.unpack_from(f"<{k}q{r}f", header, _REQUEST.size)
     counts = numbers[:k]
     if k and min(counts) < 0:
@@ -221,9 +221,9 @@ def parse_request(header: Any, ids: Any = b"", values: Any = b"") -> Request:
     try:
         op = Op(op)
     except ValueError:
-        raise DataError(f"there is no operation {op}") from None
+        raise DataError(f"unknown operation {op}") from None
     if op in WITH_IDS and 8 * sum(counts) != memoryview(ids).nbytes:
-        raise DataError(f"the header counts {sum(counts)} ids, the ids frame has {memoryview(ids).nbytes} bytes")
+        raise DataError(f"the header counts {sum(counts)} ids, but the ids frame has {memoryview(ids).nbytes} bytes")
     return Request(
         op, request, stream, seq, acked, flags, step, time, read, deadline, counts, numbers[k:], names, ids, values
     )  # fmt: skip
@@ -231,7 +231,7 @@ def parse_request(header: Any, ids: Any = b"", values: Any = b"") -> Request:
 
 @dataclass(slots=True)
 class Reply:
-    """One reply, decoded; ``payload`` holds what the operation gives back, or an error's text."""
+    """One reply, decoded; ``payload`` holds the operation's results, or an error's text."""
 
     status: Status
     request: int
@@ -246,12 +246,12 @@ class Reply:
 
 
 def parse_reply(frames: Sequence[Any]) -> Reply:
-    """A reply from its frames; `DataError` where they are not one."""
+    """Parse a reply from its frames; `DataError` if they are malformed."""
     if not frames or memoryview(frames[0]).nbytes != _REPLY.size:
-        raise DataError("a reply's header is missing or has another size; is that a parameter server?")
+        raise DataError("the reply's header is missing or has the wrong size; is this a parameter server's address?")
     magic, version, status, request, shard_version = _REPLY.unpack(frames[0])
     if magic != MAGIC or version != VERSION:
-        raise DataError(f"this client speaks protocol version {VERSION}, the reply is of {magic!r} version {version}")
+        raise DataError(f"this client speaks protocol version {VERSION}, but the reply has {magic!r} version {version}")
     try:
         return Reply(Status(status), request, shard_version, frames[1:])
     except ValueError:
@@ -280,7 +280,7 @@ def _split_once(names: bytes) -> tuple[str, ...]:
 
 
 def as_tensor(data: Any, dtype: torch.dtype) -> Tensor:
-    """A flat tensor over a buffer, copied only where the buffer is not aligned for its type."""
+    """A flat tensor over a buffer, which is copied only if it is read-only or not aligned for its type."""
     if isinstance(data, Tensor):
         return data
     view = memoryview(data)
@@ -295,7 +295,7 @@ def as_tensor(data: Any, dtype: torch.dtype) -> Tensor:
 
 
 def buffer_of(data: Any) -> Any:
-    """What a socket or a file can send: tensors as their memory."""
+    """``data`` as a buffer that a socket or file can send; a tensor is not copied."""
     return data.numpy() if isinstance(data, Tensor) else data
 
 

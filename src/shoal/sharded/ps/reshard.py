@@ -1,4 +1,4 @@
-"""Checkpoints of one number of shards for another: between servers, into one local table, or into ranks."""
+"""Converts checkpoints of servers: to another number of shards, into a local table, or into ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def newest_checkpoints(source: str | os.PathLike[str]) -> list[Checkpoint]:
     """The newest checkpoint of every shard in the ``--dir`` of servers, by shard.
 
     Raises:
-        DataError: one is damaged, a shard has none, or there is none at all.
+        DataError: a checkpoint is damaged or missing.
     """
     found = []
     for folder in sorted(Path(source).glob("shard-*")):
@@ -36,25 +36,25 @@ def newest_checkpoints(source: str | os.PathLike[str]) -> list[Checkpoint]:
                 found.append(Checkpoint(series(folder).look(numbers[-1]).path))
             except DataError as error:
                 raise DataError(
-                    f"{error}; start the server once, which goes back to the checkpoint before and the log, and end it "
+                    f"{error}; start the server once, so that it loads the previous checkpoint and the log, and end it "
                     "with SIGTERM"
                 ) from error
     if not found:
-        raise DataError(f"{os.fspath(source)}: there is no checkpoint of a parameter server; drain the servers first")
+        raise DataError(f"{os.fspath(source)}: has no checkpoint of a parameter server; drain the servers first")
     count = found[0]["of"]
     shards = sorted(checkpoint["shard"] for checkpoint in found)
     if any(checkpoint["of"] != count for checkpoint in found) or shards != list(range(count)):
-        raise DataError(f"{os.fspath(source)}: has checkpoints of shards {shards}, needed are all of {count}")
+        raise DataError(f"{os.fspath(source)}: must have checkpoints of all {count} shards, got shards {shards}")
     return found
 
 
 def kept_checkpoints(folders: Sequence[str | os.PathLike[str]], name: str) -> list[Checkpoint]:
-    """The checkpoint of every shard that was kept under a name, in the ``--dir`` of the servers, by shard.
+    """The checkpoint that every shard has kept as ``name``, by shard; ``folders`` are the servers' ``--dir``.
 
-    The servers may go on meanwhile: what was kept does not change.
+    The servers can keep running: kept checkpoints do not change.
 
     Raises:
-        ConfigError: a shard's is not there.
+        ConfigError: a shard has none.
         DataError: one is damaged.
     """
     found: dict[int, Checkpoint] = {}
@@ -64,16 +64,16 @@ def kept_checkpoints(folders: Sequence[str | os.PathLike[str]], name: str) -> li
             found[checkpoint["shard"]] = checkpoint
     where = ", ".join(str(folder) for folder in folders)
     if not found:
-        raise ConfigError(f"{where}: no parameter server has kept rows as {name!r} there")
+        raise ConfigError(f"{where}: no parameter server has kept rows as {name!r}")
     count = next(iter(found.values()))["of"]
     if missing := sorted(set(range(count)) - found.keys()):
-        raise ConfigError(f"{where}: has no rows kept as {name!r} of shards {missing} of {count}; name all folders")
+        raise ConfigError(f"{where}: has no rows kept as {name!r} for shards {missing} of {count}; list all folders")
     return [found[shard] for shard in range(count)]
 
 
 @contextlib.contextmanager
 def _not_served(source: str | os.PathLike[str]) -> Iterator[None]:
-    """No server serves from a ``--dir`` meanwhile: its newest checkpoint and its log would change under the reader."""
+    """Keep servers from using a ``--dir`` in this block, which would change its newest checkpoint and its log."""
     with contextlib.ExitStack() as stack:
         for folder in sorted(Path(source).glob("shard-*")):
             stack.enter_context(not_served(folder))
@@ -90,7 +90,7 @@ def _check_logs(found: Sequence[Checkpoint]) -> None:
 
 
 def table_spec(source: str | os.PathLike[str], name: str) -> dict[str, Any]:
-    """How a table in a servers' ``--dir`` was made."""
+    """The spec of a table in the servers' ``--dir``."""
     tables = newest_checkpoints(source)[0].tables
     if name not in tables:
         raise ConfigError(f"{os.fspath(source)}: has no table {name!r}; it has {sorted(tables)}")
@@ -100,11 +100,11 @@ def table_spec(source: str | os.PathLike[str], name: str) -> dict[str, Any]:
 def load_shard(
     table: HashTable, source: str | os.PathLike[str], name: str, shard: Sequence[int] | None = None
 ) -> HashTable:
-    """Fills a local table, or a rank's, with rows that servers saved.
+    """Fill a local table, or a rank's, with rows that servers saved.
 
-    ``shard=(index, count)`` takes the ids with ``id mod count == index`` alone, ``(index, count, True)`` those of rank
-    ``index`` where rank 0 stays empty; None takes all. A local table is saved for servers or ranks by its own ``save``
-    and loaded there by ``restore(..., shard=...)``.
+    ``shard=(index, count)`` loads only ids with ``id mod count == index``, ``(index, count, True)`` those of rank
+    ``index`` if rank 0 stays empty; None loads all. In the other direction, save a local table with its ``save`` and
+    load it on servers or ranks with ``restore(..., shard=...)``.
     """
     with _not_served(source):
         return _load_shard(table, source, name, shard)
@@ -125,20 +125,20 @@ def _load_shard(table: HashTable, source: str | os.PathLike[str], name: str, sha
 
 
 def reshard_servers(source: str | os.PathLike[str], target: str | os.PathLike[str], of: int) -> dict[str, int]:
-    """Writes checkpoints of ``of`` shards into an empty ``target``; the rows of each table.
+    """Write checkpoints for ``of`` shards into an empty ``target``; returns the number of rows of each table.
 
-    The servers of ``source`` have been drained; one that still serves is an error. Workers start new streams of writes
-    afterwards: let theirs finish before. Which records of which partitions were learnt is kept, and must be the same on
-    all shards. Admission filters start to count anew.
+    Drain and stop the servers of ``source`` first. Let workers finish their writes, because they start new streams
+    afterwards. The last learnt record of each partition is kept, and must be the same on all shards. Admission filters
+    count from zero again.
 
     Raises:
-        DataError: the shards have learnt partitions up to different records, since a trainer was killed.
+        DataError: the shards have learnt partitions up to different records, because a trainer was killed.
     """
     if of < 1:
         raise ConfigError(f"the number of shards must be at least 1, got {of}")
     target = Path(target)
     if target.exists() and any(target.iterdir()):
-        raise ConfigError(f"{target} is not empty; give a new folder")
+        raise ConfigError(f"{target} must be empty; choose a new folder")
     with _not_served(source):
         return _reshard(source, target, of)
 
@@ -150,8 +150,8 @@ def _learnt(found: Sequence[Checkpoint]) -> dict[str, int]:
     ]
     if any(one != of_shard[0] for one in of_shard):
         raise DataError(
-            "the shards have learnt streams up to different records, since a trainer was killed: start the servers as "
-            "they were, let the trainers continue and stop them with SIGTERM, then change the number of shards"
+            "the shards have learnt streams up to different records, because a trainer was killed: start the servers "
+            "as they were, let the trainers continue and stop them with SIGTERM, then change the number of shards"
         )
     return of_shard[0] if of_shard else {}
 

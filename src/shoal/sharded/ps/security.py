@@ -1,4 +1,4 @@
-"""Who may talk to a parameter server: CURVE keys, and the rule for addresses beyond this machine."""
+"""Access to a parameter server: CURVE keys, and the check of addresses that other machines can reach."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def zmq_module() -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerKeys:
-    """A server's identity and whom it lets in.
+    """A server's key, and the clients that may connect.
 
-    ``secret`` is a file of `generate`; ``clients`` a folder with the public keys of those who may connect. Without
-    ``clients`` everyone who holds the server's public key may.
+    ``secret`` is a key file that `generate` wrote; ``clients`` is a folder with the public keys of allowed clients.
+    Without it, every client that has the server's public key may connect.
     """
 
     secret: str | os.PathLike[str]
@@ -33,14 +33,14 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientKeys:
-    """A worker's identity, ``secret``, and ``server``, the public key file of the servers it trusts."""
+    """A worker's key file, ``secret``, and the servers' public key file, ``server``."""
 
     secret: str | os.PathLike[str]
     server: str | os.PathLike[str]
 
 
 def generate(folder: str | os.PathLike[str], name: str) -> tuple[str, str]:
-    """Writes ``<name>.key`` (public) and ``<name>.key_secret`` (mode 0600); their paths."""
+    """Write ``<name>.key`` (public) and ``<name>.key_secret`` (mode 0600); returns their paths."""
     zmq_module()
     import zmq.auth
 
@@ -76,23 +76,23 @@ def is_loopback(host: str) -> bool:
 
 def check_port(port: int, what: str) -> None:
     if not 0 <= port < 1 << 16:
-        raise ConfigError(f"{what} must be 0 (any that is free) to 65535, got {port}")
+        raise ConfigError(f"{what} must be 0 (any free port) to 65535, got {port}")
 
 
 def check_clients(keys: ServerKeys) -> None:
-    """A folder that is not there, or that no key was put into, would keep everyone out in silence."""
+    """Raise if the folder of client keys is missing or empty: the server would silently refuse everyone."""
     if keys.clients is None:
         return
     if not any(Path(keys.clients).glob("*.key")):
         raise ConfigError(
-            f"the folder of clients {os.fspath(keys.clients)!r} holds no public key (NAME.key), so nobody could connect"
+            f"the clients folder {os.fspath(keys.clients)!r} has no public key (NAME.key), so nobody could connect"
         )
 
 
 def check_bind(host: str, keys: ServerKeys | None, insecure: bool) -> None:
-    """Beyond loopback a server needs keys, unless plaintext was asked for by name."""
+    """Raise for an address beyond loopback without keys, unless ``insecure`` is set."""
     if keys is None and not insecure and not is_loopback(host):
         raise ConfigError(
             f"binding to {host!r} without keys would let anyone on the network read and change the tables; make keys "
-            "with `shoal ps keygen` and give --keys, or say --allow-insecure"
+            "with `shoal ps keygen` and pass --keys, or pass --allow-insecure"
         )

@@ -1,1 +1,1 @@
-"""Ranks that a launcher starts again: how they find each other, and notice who is lost."""
+"""Ranks that a launcher restarts: how they find each other and notice lost ranks."""

@@ -1,8 +1,9 @@
-"""`Pulse`: notices ranks that are frozen, and hosts that have vanished, before the deadline of a collective.
+"""`Pulse`: detects frozen ranks and unreachable hosts before a collective's deadline.
 
-A process that dies closes its connections, and its peers are told at once. One that is stopped, or whose host has lost
-power or network, says nothing. Here every rank counts in the store, once a second; a rank whose count stands still for
-``lost_after_s`` is lost. Seconds are counted in a rank's own beats: one that was frozen itself blames nobody.
+A process that dies closes its connections, so its peers notice at once. One that is stopped, or whose host has lost
+power or network, does not. So every rank increments a count in the store once a second; a rank whose count does not
+change for ``lost_after_s`` is lost. Each rank measures that time in its own beats, so that a rank which was itself
+frozen does not report the others.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from shoal.switches import switch
 
 BEAT_S = 1.0
 CLOSE_S = 2.0
-"""How long `Pulse.close` waits for calls of the store."""
+"""How long `Pulse.close` waits for calls to the store."""
 GRACE_S = 3.0
-"""How long a call may take to end by itself when ranks are lost, before the process ends."""
+"""How long a call may take to fail by itself after ranks are lost, before the process exits."""
 EXIT_CODE = 75
-"""Of a process that cannot end otherwise, since others are lost (EX_TEMPFAIL: try again)."""
+"""Exit code of a process that is stuck in a call because other ranks are lost (EX_TEMPFAIL: try again)."""
 _LOST_S = 10
 _ENDED = b"ended"
 _log = logging.getLogger(__name__)
 
 
 class Pulse:
-    """The beats of one rank, and who else beats.
+    """Sends one rank's beats and watches those of the others.
 
     Args:
-        store: a connection of its own to the store of these ranks; calls on it may hang.
-        lost_after_s: how long a rank may be silent.
-        leaves: whether to end the process when ranks are lost and a call does not end; a launcher starts it again.
+        store: a separate connection to the store of these ranks; calls on it may hang.
+        lost_after_s: seconds without a beat after which a rank is lost.
+        leaves: whether to exit when ranks are lost and a call does not return; a launcher restarts the process.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, *, lost_after_s: float, leaves: bool) -> None:
@@ -46,18 +47,18 @@ class Pulse:
         self._patience, self._leaves = max(2, round(lost_after_s / BEAT_S)), leaves
         self._count, self._answered = 0, 0
         self._seen: dict[int, tuple[bytes, int]] = {}
-        """By rank: its last count, and our own when that was new."""
+        """By rank: its last count, and this rank's own count when that arrived."""
         self.lost: tuple[int, ...] = ()
-        """Ranks that are lost; none comes back."""
+        """Lost ranks; a rank stays lost."""
         self.why = ""
         self._calls: set[object] = set()
-        """Collectives under way."""
+        """Running collectives."""
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
-        store.set(_key(rank), b"0")  # before the group is made, so that every rank's is there afterwards
+        store.set(_key(rank), b"0")  # before the group is made, so that every rank's count exists afterwards
 
     def start(self) -> Pulse:
-        """Begins to count; the group must exist on all ranks."""
+        """Start the beats; the group must exist on all ranks."""
         for name, run in (("shoal-beat", self._beat), ("shoal-pulse", self._watch)):
             self._start(name, run)
         return self
@@ -68,9 +69,9 @@ class Pulse:
         thread.start()
 
     def close(self) -> None:
-        """Ends; the others do not miss this rank.
+        """Stop the beats, without the others reporting this rank as lost.
 
-        Waits for its threads, unless the store hangs: one that is in a call of the store while the interpreter ends
+        Waits for its threads unless the store hangs, because a thread inside a store call during interpreter shutdown
         aborts the process.
         """
         if not self._ended.is_set():
@@ -83,7 +84,7 @@ class Pulse:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Code that waits for other ranks."""
+        """Mark the enclosed code as waiting for other ranks."""
         call = object()
         self._calls.add(call)
         try:
@@ -92,19 +93,19 @@ class Pulse:
             self._calls.discard(call)
 
     def _leave(self) -> None:
-        with suppress(RuntimeError):  # the store has gone already
+        with suppress(RuntimeError):  # the store is already gone
             self._store.set(_key(self.rank), _ENDED)
 
     def _beat(self) -> None:
-        """Talks to the store, which may hang."""
+        """Exchange beats through the store, whose calls may hang."""
         while not self._ended.wait(BEAT_S):
             try:
                 self._exchange()
             except RuntimeError:
-                return  # `_watch` sees that nothing is answered
+                return  # `_watch` notices the missing answers
 
     def _exchange(self) -> None:
-        """Says that this rank counts, and asks whether the others do."""
+        """Publish this rank's count and read those of the others."""
         self._store.set(_key(self.rank), str(self._count).encode())
         counts = self._store.multi_get([_key(rank) for rank in range(self._world)])
         self._answered = self._count
@@ -122,7 +123,7 @@ class Pulse:
                 return
 
     def judge(self) -> None:
-        """Sets ``lost`` and ``why``."""
+        """Decide which ranks are lost: sets ``lost`` and ``why``."""
         if self._count - self._answered > self._patience:
             self.lost, self.why = (0,), f"the store of the ranks has not answered for {self._patience:g} s"
             return
@@ -131,18 +132,18 @@ class Pulse:
             if rank != self.rank and count != _ENDED and self._count - at > self._patience
         ]  # fmt: skip
         if late:
-            self.lost, self.why = tuple(late), f"rank(s) {late} have not been heard of for {self._patience:g} s"
+            self.lost, self.why = tuple(late), f"rank(s) {late} have not been heard from for {self._patience:g} s"
 
     def _leave_call(self) -> None:
-        """Ends the process if it stays in a call that waits for what is lost."""
+        """Exit the process if it stays in a call that waits for lost ranks."""
         if not self._leaves:
             return
-        atexit.register(_end)  # ending a group waits for its operations, which wait for what is lost
+        atexit.register(_end)  # ending a group waits for its operations, which wait for lost ranks
         while not self._ended.is_set():
             before = set(self._calls)
             if self._ended.wait(GRACE_S) or not before & self._calls:
                 continue
-            print(f"shoal: rank {self.rank} ends: {self.why}, and it waits for them", file=sys.stderr, flush=True)
+            print(f"shoal: rank {self.rank} exits: {self.why}, and it is waiting for them", file=sys.stderr, flush=True)
             _end()
 
 
@@ -154,10 +155,10 @@ def _end() -> None:
 
 
 def pulse_wanted() -> float:
-    """After how many seconds a silent rank is lost; 0: never.
+    """Seconds without a beat after which a rank is lost; 0: never.
 
-    Under a launcher that starts ranks again it is ``SHOAL_RANK_LOST_S``, 10 unless set. Without one a rank that stands
-    still is waited for until the deadline of the collective, unless the variable is set.
+    ``SHOAL_RANK_LOST_S`` if set, else 10 under a launcher that restarts ranks. Otherwise 0: a frozen rank is waited for
+    until the collective's deadline.
     """
     seconds = switch("SHOAL_RANK_LOST_S", _LOST_S if restarts_allowed() else 0)
     if seconds < 0:
@@ -166,7 +167,7 @@ def pulse_wanted() -> float:
 
 
 def restarts_allowed() -> bool:
-    """Whether a launcher starts the ranks again when one fails."""
+    """Whether a launcher restarts the ranks when one fails."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") not in ("", "0")
 
 

@@ -1,8 +1,8 @@
-"""A part of a store for one start of the ranks, whatever an earlier start left in it.
+"""A separate key prefix in the store for each start of the ranks.
 
-An elastic launcher starts ranks again with the store that they had: addresses and marks of processes that have ended
-are still in it, and a rank that finds them connects to nobody. Here the ranks first say who they are, each with a
-number of its own; rank 0 writes down whom it found, all agree to that list, and its name begins the keys of this start.
+An elastic launcher restarts ranks with the same store, which still holds addresses and marks of processes that have
+exited; a rank that reads those cannot connect. So every rank first publishes a random number, rank 0 writes the list of
+ranks that it found, all confirm that list, and its name is the key prefix of this start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROSTER = "shoal.roster"
 
 
 class Store(Protocol):
-    """What is used of a ``torch.distributed.Store``."""
+    """The methods of ``torch.distributed.Store`` that are used here."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -30,10 +30,10 @@ class Store(Protocol):
 
 
 def meet(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
-    """Returns the name of this start, the same on all ranks and another one at each start.
+    """Return the name of this start: the same on all ranks, and new at each start.
 
     Raises:
-        DeadlineError: some ranks did not come within ``timeout_s``; rank 0 names them.
+        DeadlineError: some ranks did not appear within ``timeout_s``; rank 0 names them.
     """
     deadline = time.monotonic() + timeout_s
     mine = secrets.token_hex(8)
@@ -46,7 +46,7 @@ def _lead(store: Store, world_size: int, deadline: float, timeout_s: float) -> s
     name, roster = "", []
     while True:
         found = [_read(store, _hello(rank)) for rank in range(world_size)]
-        if None not in found and found != roster:  # somebody came who was not yet, or came again
+        if None not in found and found != roster:  # a rank is new, or has restarted
             name, roster = secrets.token_hex(8), found
             store.set(_ROSTER, json.dumps({"name": name, "tokens": roster}))
         agreed = [rank == 0 or bool(name and store.check([_agreed(name, rank)])) for rank in range(world_size)]
@@ -60,9 +60,9 @@ def _lead(store: Store, world_size: int, deadline: float, timeout_s: float) -> s
 def _follow(store: Store, rank: int, mine: str, deadline: float, timeout_s: float) -> str:
     agreed = ""
     while True:
-        told = json.loads(_read(store, _ROSTER) or "{}")
-        name = told.get("name", "")
-        if name and rank < len(told["tokens"]) and told["tokens"][rank] == mine:
+        roster = json.loads(_read(store, _ROSTER) or "{}")
+        name = roster.get("name", "")
+        if name and rank < len(roster["tokens"]) and roster["tokens"][rank] == mine:
             if name != agreed:
                 store.set(_agreed(name, rank), "1")
                 agreed = name

@@ -1,4 +1,4 @@
-"""Fills an empty server's directory from an object store, as the shard was at the last moment that was stored."""
+"""Fills an empty server directory from an object store, with the shard's last stored state."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from shoal.sharded.ps.server.log import Log
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a directory was filled with."""
+    """The writes and checkpoints that a directory was filled with."""
 
     checkpoint: int
     """The last write in the checkpoint; 0 without one."""
     last: int
-    """The last write of all."""
+    """The last write in the log, or in the checkpoint if there is no log after it."""
     kept: tuple[str, ...]
     """Checkpoints that a trainer keeps by name."""
 
@@ -36,13 +36,13 @@ def restore(
     until: datetime | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Restored:
-    """Brings the newest checkpoint and the log behind it, each checked by its digest or CRC.
+    """Download the newest checkpoint and the log after it, checking every digest and CRC.
 
     Args:
-        archive: of the shard.
-        directory: of the shard's server; it must not have checkpoints or a log.
-        until: take nothing that was stored later. The log is stored every few seconds, which is how exact this is.
-        note: is told what is being done.
+        archive: the shard's archive.
+        directory: the server's directory; it must not contain checkpoints or a log.
+        until: ignore everything stored later. The log is stored every few seconds, so this is exact to a few seconds.
+        note: called with a line of text for each step.
 
     Raises:
         ConfigError: the directory is not empty, or the archive has nothing of the shard from before ``until``.
@@ -51,19 +51,19 @@ def restore(
     directory.mkdir(parents=True, exist_ok=True)
     taken = [path.name for path in directory.iterdir() if path.name.startswith(("checkpoint-", "log-", "kept-"))]
     if taken:
-        raise ConfigError(f"{directory} must be empty, and has {sorted(taken)[0]}; choose another directory")
+        raise ConfigError(f"{directory} must be empty, but contains {sorted(taken)[0]}; choose another directory")
     stored = [one for one in archive.checkpoints() if until is None or one.stored <= until]
     segments = [one for one in archive.segments() if until is None or one.unix_ms <= until.timestamp() * 1000]
     if not stored and not segments:
         when = f" from before {until}" if until is not None else ""
-        raise ConfigError(f"{archive.url} has no checkpoint and no log of this shard{when}")
+        raise ConfigError(f"{archive.url} has no checkpoint or log of this shard{when}")
     number = stored[-1].number if stored else 0
     kept = {name: each for name, each in archive.kept().items() if any(one.number == each for one in stored)}
     for name, each in sorted(kept.items()):
         note(f"checkpoint {each}, kept as {name}")
         _bring(archive, each, directory / f"kept-{name}")
     last = _bring_log(archive, segments, directory, number, note)
-    if stored:  # last: a directory with a checkpoint is one that can be served from
+    if stored:  # last: a server can start from a directory as soon as it has a checkpoint
         note(f"checkpoint {number}")
         _bring(archive, number, directory / f"checkpoint-{number:016d}")
     return Restored(number, last, tuple(sorted(kept)))
@@ -74,11 +74,11 @@ def _bring(archive: Archive, number: int, target: Path) -> None:
     draft.mkdir()
     for name in archive.files(number):
         if "/" in name or name in (".", ".."):
-            raise DataError(f"{archive.url}: checkpoint {number} has a file {name!r} that no checkpoint has")
+            raise DataError(f"{archive.url}: checkpoint {number} has an unexpected file {name!r}")
         archive.fetch(f"checkpoints/checkpoint-{number:016d}/{name}", draft / name)
     checkpoint = Checkpoint(draft)
     if checkpoint["number"] != number:
-        raise DataError(f"{archive.url}: checkpoint {number} says that it is {checkpoint['number']}")
+        raise DataError(f"{archive.url}: checkpoint {number} has the number {checkpoint['number']} in its manifest")
     if checkpoint.saved is not None:
         checkpoint.saved.verify()
     sync_folder(draft)
@@ -88,7 +88,7 @@ def _bring(archive: Archive, number: int, target: Path) -> None:
 def _bring_log(
     archive: Archive, segments: list[Segment], directory: Path, after: int, note: Callable[[str], None]
 ) -> int:
-    """The log behind a checkpoint, as one file; the number of its last record."""
+    """Download the log after a checkpoint into one file; returns the number of its last record."""
     last, log = after, None
     try:
         for segment, first, end in chosen(segments, after):

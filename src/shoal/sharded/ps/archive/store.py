@@ -1,4 +1,4 @@
-"""An object store by its URL, and what of a shard is in it."""
+"""One shard's checkpoints and log segments in an object store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A checkpoint whose manifest, which is stored last, is there."""
+    """A completely stored checkpoint: its manifest, which is stored last, exists."""
 
     number: int
     stored: datetime
@@ -49,10 +49,10 @@ class Archive:
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://…``, ``az://…`` or ``file:///path``; credentials come from the environment.
-        shard: which part.
+        shard: number of the shard.
 
     Raises:
-        ConfigError: there is no such kind of store.
+        ConfigError: the URL's scheme is not supported.
     """
 
     def __init__(self, url: str, shard: int) -> None:
@@ -76,7 +76,7 @@ class Archive:
     # --- objects ----------------------------------------------------------------------------------------------------
 
     def put(self, name: str, data: bytes | Path) -> None:
-        """Stores bytes, or a file in parts."""
+        """Store bytes, or a file in parts."""
         if isinstance(data, Path):
             with open(data, "rb") as file:
                 self._store.put(f"{self._root}/{name}", file)
@@ -87,7 +87,7 @@ class Archive:
         return bytes(self._store.get(f"{self._root}/{name}").bytes())
 
     def fetch(self, name: str, path: Path) -> None:
-        """An object into a file, in parts, flushed to the disk."""
+        """Download an object into a file, in parts, and sync it to the disk."""
         with open(path, "wb") as file:
             for part in self._store.get(f"{self._root}/{name}").stream(min_chunk_size=8 << 20):
                 file.write(part)
@@ -103,15 +103,15 @@ class Archive:
             for entry in batch:
                 yield entry["path"].removeprefix(prefix), entry["last_modified"]
 
-    # --- what there is ----------------------------------------------------------------------------------------------
+    # --- contents ---------------------------------------------------------------------------------------------------
 
     def segments(self) -> list[Segment]:
-        """Of the log, in the order of their terms and records."""
+        """The segments of the log, in the order of their terms and records."""
         found = (Segment.of(name) for name, _ in self._list("log"))
         return sorted(each for each in found if each is not None)
 
     def checkpoints(self) -> list[StoredCheckpoint]:
-        """Those that are whole, oldest first."""
+        """The complete checkpoints, oldest first."""
         found = []
         for name, stored in self._list("checkpoints"):
             folder, _, file = name.partition("/")
@@ -136,10 +136,9 @@ class Archive:
 
 
 def chosen(segments: list[Segment], after: int) -> list[tuple[Segment, int, int]]:
-    """Which records to take from which segment, in their order, beginning at ``after + 1``: of two that were written
-    under the same number the one of the later term, and nothing of an earlier term behind it.
+    """Which records to take from which segment, in order, starting at ``after + 1`` and ending at the first gap.
 
-    Ends where a record is missing.
+    Where two terms wrote a record of the same number, the later term wins, and the rest of the earlier one is dropped.
     """
     taken: list[tuple[Segment, int, int]] = []
     for segment in sorted(segments):

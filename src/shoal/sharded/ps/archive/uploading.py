@@ -21,13 +21,13 @@ SEGMENT_BYTES = 64 << 20
 
 
 class Uploading:
-    """A round stores what is new: records on the disk, whole checkpoints, and which of them are kept by name.
+    """Stores new log records, complete checkpoints and the names of kept ones, in rounds.
 
     Args:
-        directory: of the server.
-        durable: the number of the last record that is on the disk.
-        term: of the group's leader, 0 without a group. Records of a later term take the place of earlier ones.
-        keep: how long checkpoints, and the log since the oldest of them, stay; None for ever.
+        directory: the server's directory.
+        durable: returns the number of the last record on the disk.
+        term: returns the leader's term, 0 without a group. Records of a later term replace earlier ones.
+        keep: how long to keep checkpoints, and the log since the oldest of them; None keeps them forever.
     """
 
     def __init__(
@@ -47,28 +47,28 @@ class Uploading:
         self._checkpoints: set[int] = set()
         self.failures = 0
         self.stored_at = 0.0
-        """Unix time up to which everything that was on the disk is stored."""
+        """Unix time up to which everything on the disk is stored."""
 
     @property
     def lag_records(self) -> int:
         return max(0, self._durable() - (self._stored or 0))
 
     def loop(self, stopped: threading.Event, every: timedelta) -> None:
-        """Rounds until the server stops, and one at its end. A store that does not answer is tried again."""
-        told = ""
+        """Run rounds until the server stops, and one more at the end; failed rounds are retried."""
+        last_error = ""
         while True:
             ended = stopped.wait(every.total_seconds())
             try:
                 if self._leads():
                     self.round()
-                    if told:
-                        log.warning("the archive %s answers again", self.archive.url)
-                    told = ""
+                    if last_error:
+                        log.warning("the archive %s can be reached again", self.archive.url)
+                    last_error = ""
             except Exception as error:  # whatever a store's client raises
                 self.failures += 1
-                if str(error) != told:
-                    log.error("the archive %s could not be written; it is tried again: %s", self.archive.url, error)
-                told = str(error)
+                if str(error) != last_error:
+                    log.error("cannot write to the archive %s, will retry: %s", self.archive.url, error)
+                last_error = str(error)
             if ended:
                 return
 
@@ -84,7 +84,7 @@ class Uploading:
         self.stored_at = begun
 
     def _begin(self) -> int:
-        """Up to which record the archive is this server's."""
+        """The last record up to which the archive and this server's log agree."""
         segments, term = self.archive.segments(), self._term()
         self._checkpoints = {one.number for one in self.archive.checkpoints()}
         last = max([one.last for one in segments] + [*self._checkpoints], default=0)
@@ -93,7 +93,7 @@ class Uploading:
             later = [one for one in segments if one.last > mine]
             if not term or any(one.term >= term for one in later) or max(self._checkpoints, default=0) > mine:
                 raise DataError(
-                    f"{self.archive.url} has records up to {last}, and {self._directory} ends at {mine}; fill an empty "
+                    f"{self.archive.url} has records up to {last}, but {self._directory} ends at {mine}; fill an empty "
                     "directory with `shoal ps restore`, or choose another archive"
                 )
         return min(last, mine)
@@ -103,7 +103,7 @@ class Uploading:
         while self._stored < (last := self._durable()):
             try:
                 data = self._reader.read(self._stored, last, SEGMENT_BYTES)
-            except RecordsGone:  # a checkpoint has taken the place of these records before they were stored
+            except RecordsGone:  # a checkpoint replaced these records before they were stored
                 numbers = [one for one in self._checkpoints if one > self._stored]
                 if not numbers:
                     raise
@@ -133,7 +133,7 @@ class Uploading:
             for path in files:
                 self.archive.put(f"{below}/{path.name}", path)
             self.archive.put(f"{below}/{MANIFEST}", folder / MANIFEST)
-        except FileNotFoundError:  # a newer one has taken its place meanwhile
+        except FileNotFoundError:  # a newer checkpoint has replaced it
             return
         self._checkpoints.add(number)
 
@@ -152,7 +152,7 @@ class Uploading:
             self.archive.delete(f"kept/{name}")
 
     def _drop_before(self, time_: datetime) -> None:
-        """Removes the checkpoints from before, but for the newest of them, and the log before the oldest that stays."""
+        """Remove checkpoints from before ``time_`` except the newest, and the log before the oldest that stays."""
         stored, kept = self.archive.checkpoints(), set(self.archive.kept().values())
         old = [one for one in stored if one.stored < time_][:-1]
         for one in old:
@@ -168,7 +168,7 @@ class Uploading:
                 self.archive.delete(f"log/{segment.name}")
 
     def status(self) -> dict[str, Any]:
-        """For Prometheus."""
+        """Metrics by name, without their ``shoal_ps_`` prefix."""
         return {
             "archive_failures_total": self.failures,
             "archive_lag_records": self.lag_records,

@@ -1,1 +1,1 @@
-"""The worker's side: connections to all servers, and tables that live there."""
+"""The worker's side: connections to all servers, and the tables on them."""

@@ -1,4 +1,4 @@
-"""The worker's side: lines to all servers, reads in parallel, writes in order and as far ahead as is allowed."""
+"""`PsClient`: a worker's connections to all servers; reads run in parallel, writes in order and up to a limit ahead."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from shoal.stamps import Stamp
 
 
 class PsClient:
-    """Talks to all parameter servers, ``addresses[i]`` being shard ``i``. Threads may share it.
+    """A worker's client for all parameter servers; ``addresses[i]`` is shard ``i``. Thread-safe.
 
-    A shard on several servers has them all in its address, as ``host1:7100|host2:7100``: what is under way moves to
-    the one that leads, and is applied once.
+    The address of a replicated shard lists all its servers, as in ``host1:7100|host2:7100``. Requests under way move
+    to the server that leads, and each is applied once.
 
-    `close` it, or use it in a ``with`` statement; one that is dropped is closed when it is collected.
+    `close` it or use it in a ``with`` statement; otherwise it is closed when it is garbage-collected.
 
     Args:
-        deadline: how long a call waits, a dead server's restart included; the error names the shard.
+        deadline: how long a call waits, including a dead server's restart; the error names the shard.
         max_staleness: how many of this worker's updates may be unanswered when it continues; 0 waits for each.
             Raise it when workers spend their time waiting for updates.
-        keys: this worker's identity and the servers' public key, where they use CURVE.
-        half_open_after: a connection that has been silent for so long is opened anew.
+        keys: this worker's identity and the servers' public key, if they use CURVE.
+        half_open_after: a connection that has been silent for this long is reopened.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class PsClient:
         check_duration(half_open_after, "half_open_after")
         self.addresses = ["|".join(one if "://" in one else f"tcp://{one}" for one in a.split("|")) for a in addresses]
         self.places = [0] * len(addresses)
-        """Which of a shard's servers was last found to lead it."""
+        """By shard: the index of the server that was last found to lead it."""
         self.deadline = deadline
         self.max_staleness = max_staleness
         self.keys = keys
         self.half_open_after = half_open_after
         self.staleness = Histogram(STEPS)
-        """At each lookup: this worker's updates that were not answered yet."""
+        """This worker's unanswered updates at each lookup."""
         self.context = self.zmq.Context()
         self.sockets: set[Any] = set()
-        """All open sockets, for the end of a client that nobody closed: garbage collection has no order, and a context
-        waits for ever for a socket that is open."""
+        """All open sockets. A client that was not closed must close them before its context, which waits forever for
+        open sockets; garbage collection has no order."""
         self._dropped = weakref.finalize(self, _end, self.context, self.sockets)
         # Not at the end of the process: daemon threads may still use it then.
         self._dropped.atexit = False  # type: ignore[missing-attribute]
@@ -81,7 +81,7 @@ class PsClient:
         self._under_way: deque[list[Call]] = deque()
         self._closed = False
         self.versions = [0] * len(self.addresses)
-        """The version that each shard had when it was last read."""
+        """Each shard's version when it was last read."""
         self._records = RecordWrites(self)
         self._verified = False
         self._max_frame_bytes = 0
@@ -132,14 +132,14 @@ class PsClient:
             return [line.seq for line in self._writers]
 
     def continue_writes(self, name: str, numbers: Sequence[int]) -> None:
-        """From now on writes are those of the stream ``name``, behind these numbers by shard.
+        """Number this worker's next writes in the stream ``name``, starting after ``numbers[shard]``.
 
-        A worker that is started again and makes the same writes in the same order gives the name that it had, and the
-        numbers of the moment that it goes on from: servers apply only those that they have not applied before.
+        A restarted worker that repeats the same writes in the same order passes its earlier name and the
+        `write_numbers` of the moment from which it resumes; servers then apply only the writes they have not applied.
         """
         if len(numbers) != self.num_ps:
             raise ConfigError(
-                f"continue_writes must have a number for each of {self.num_ps} servers, got {len(numbers)}"
+                f"continue_writes must get one number for each of {self.num_ps} servers, got {len(numbers)}"
             )
         self.flush()
         with self._write_lock:
@@ -147,15 +147,15 @@ class PsClient:
                 line.stream, line.seq = hashlib.blake2b(name.encode(), digest_size=16).digest(), number
 
     def learnt(self, partitions: Sequence[str], deadline: timedelta | None = None) -> dict[str, list[int]]:
-        """Up to which record each partition was learnt, by shard; 0 where nothing is known of it. See `records`."""
+        """The last record learnt of each partition, by shard; 0 if none. See `records`."""
         return self._records.learnt(partitions, deadline)
 
     def records(self, partition: str, upto: int) -> contextlib.AbstractContextManager[None]:
-        """The updates in this block are of the records of a partition up to one with this number, and are one write.
+        """Send the updates in this block as one write, for the records of a partition up to number ``upto``.
 
-        A server applies it once, whoever sends it and however often, in the order of the records. A trainer that was
-        killed, or one that takes over the partition, makes the updates again from any record at which one began, and
-        `learnt` tells from where. Two trainers that learn a partition at the same time are told so by an error.
+        A server applies it once, in the order of the records, whoever sends it and however often. A trainer that was
+        killed, or one that takes over the partition, repeats the updates from the start of any earlier block; `learnt`
+        returns where to start. If two trainers learn a partition at the same time, one gets an error.
 
         Example::
 
@@ -165,7 +165,7 @@ class PsClient:
         return self._records.block(partition, upto)
 
     def begin_records(self, partition: str, number: int) -> None:
-        """Says that a partition is learnt from behind this record on, where nothing is known of it."""
+        """Set the record after which a partition is learnt, unless some of it has been learnt already."""
         self._records.begin(partition, number)
 
     def _seconds(self, deadline: timedelta | None) -> float:
@@ -175,32 +175,32 @@ class PsClient:
         return deadline.total_seconds()
 
     def _check_sizes(self, requests: dict[int, Request]) -> None:
-        """Refuses what a server would cut the connection for."""
+        """Raise before sending a request for which a server would cut the connection."""
         for shard, request in requests.items():
             size = max(nbytes_of(request.ids), nbytes_of(request.values))
             if size > self._max_frame_bytes:
                 raise ConfigError(
-                    f"parameter server {shard} ({self.addresses[shard]}) takes at most {self._max_frame_bytes} bytes "
-                    f"of ids or values in a request, got {size}; ask in smaller parts"
+                    f"parameter server {shard} ({self.addresses[shard]}) accepts at most {self._max_frame_bytes} bytes "
+                    f"of ids or values in a request, got {size}; split it into smaller requests"
                 )
 
     def read(self, requests: dict[int, Request], deadline: timedelta | None = None) -> dict[int, Reply]:
-        """Asks shards in parallel, one round trip each; replies by shard."""
+        """Send requests to shards in parallel, one round trip each; returns the replies by shard."""
         self.verify(deadline)
         self._check_operations(requests, deadline)
         self._check_sizes(requests)
         return self._read(requests, deadline)
 
     def _check_operations(self, requests: dict[int, Request], deadline: timedelta | None) -> None:
-        """Refuses what a server of an older version does not know; one that was replaced meanwhile is asked again."""
+        """Raise if a server is too old for a request, after asking it again in case it has been upgraded."""
         if all(request.op.name in self._operations[shard] for shard, request in requests.items()):
             return
         self._take_infos(self.info(deadline))
         for shard, request in requests.items():
             if request.op.name not in self._operations[shard]:
                 raise UnsupportedError(
-                    f"parameter server {shard} ({self.addresses[shard]}) does not know {request.op.name.lower()}: it "
-                    "is of an older version than this worker; upgrade the servers first"
+                    f"parameter server {shard} ({self.addresses[shard]}) does not support {request.op.name.lower()}: "
+                    "it is older than this worker; upgrade the servers first"
                 )
 
     def _read(self, requests: dict[int, Request], deadline: timedelta | None = None) -> dict[int, Reply]:
@@ -220,11 +220,11 @@ class PsClient:
     def write(
         self, requests: dict[int, Request], deadline: timedelta | None = None, *, wait: bool = True
     ) -> dict[int, Reply]:
-        """Sends this worker's next write to shards in parallel.
+        """Send this worker's next write to shards in parallel.
 
         With ``wait`` it returns their replies. Without, it returns an empty dict once at most ``max_staleness`` writes
-        are unanswered; an error of such a write is raised by a later call (before that sends anything, if it waits) or
-        by `flush`.
+        are unanswered; if such a write fails, a later call or `flush` raises its error (a later call with ``wait``
+        raises it before it sends anything).
         """
         self.verify(deadline)
         self._check_sizes(requests)
@@ -243,7 +243,7 @@ class PsClient:
             return {shard: call.reply for shard, call in calls.items() if call.reply is not None} if wait else {}
 
     def _settle(self, allowed: int) -> None:
-        """Waits until at most ``allowed`` writes are unanswered; raises the first error of each."""
+        """Wait until at most ``allowed`` writes are unanswered; raises the first error of each."""
         while len(self._under_way) > allowed:
             error: Exception | None = None
             for call in self._under_way.popleft():
@@ -255,7 +255,7 @@ class PsClient:
                 raise error
 
     def flush(self) -> None:
-        """Waits until every write of this worker has been answered."""
+        """Wait until every write of this worker has been answered."""
         with self._write_lock:
             self._settle(0)
 
@@ -265,12 +265,12 @@ class PsClient:
         return len(self._under_way)
 
     def info(self, deadline: timedelta | None = None) -> list[dict[str, Any]]:
-        """What each server tells about itself."""
+        """Each server's shard, version, limits, operations and tables."""
         replies = self._read({shard: Request(Op.INFO) for shard in range(self.num_ps)}, deadline)
         return [json.loads(bytes(replies[shard].payload[0])) for shard in range(self.num_ps)]
 
     def verify(self, deadline: timedelta | None = None) -> None:
-        """Checks once that address ``i`` is shard ``i`` of as many as there are addresses."""
+        """Check once that address ``i`` is shard ``i`` and that every shard has an address."""
         if self._verified:
             return
         self._take_infos(self.info(deadline))
@@ -280,38 +280,36 @@ class PsClient:
         for shard, info in enumerate(infos):
             if (info["shard"], info["of"]) != (shard, self.num_ps):
                 raise ConfigError(
-                    f"{self.addresses[shard]} is shard {info['shard']} of {info['of']}, but is number {shard} "
-                    f"of {self.num_ps} addresses; list all servers in the order of their shards"
+                    f"{self.addresses[shard]} is shard {info['shard']} of {info['of']}, but address {shard} "
+                    f"of {self.num_ps}; list all servers in the order of their shards"
                 )
         self._max_frame_bytes = min(info["max_message_bytes"] for info in infos)
         without = [op.name for op in ALWAYS]
         self._operations = [frozenset(info.get("operations", without)) for info in infos]
 
     def publish(self, wish: Mapping[str, Any], deadline: timedelta | None = None) -> list[dict[str, Any]]:
-        """Has every server send its rows to replicas as ``wish`` says, or tell how far it is with an empty one.
+        """Make every server send its rows to replicas, with the settings in ``wish``; an empty one returns progress.
 
         Raises:
-            UnsupportedError: a server cannot.
+            UnsupportedError: a server does not support it.
         """
         request = json.dumps(dict(wish)).encode()
         replies = self.read({shard: Request(Op.PUBLISH, values=request) for shard in range(self.num_ps)}, deadline)
         return [json.loads(bytes(replies[shard].payload[0])) for shard in range(self.num_ps)]
 
     def scan(self, table: str, page_bytes: int = 4 << 20, deadline: timedelta | None = None) -> Iterator[Any]:
-        """All rows of a table, server after server, in pages of ids ``[n]`` and weights ``[n, D]``.
+        """Iterate over all rows of a table, one server after another, in pages of ids ``[n]`` and weights ``[n, D]``.
 
-        A row that is there from beginning to end comes once, as it was at the moment of its page.
+        A row that exists throughout the scan is returned once, as it was when its page was read.
 
         Raises:
-            UnsupportedError: a server is of an older version and cannot.
+            UnsupportedError: a server is too old to support it.
         """
         self.verify(deadline)
         for shard in range(self.num_ps):
             info = self.info(deadline)[shard]
             if table not in info["tables"]:
-                raise ConfigError(
-                    f"{self.addresses[shard]} holds no table {table!r}; it holds {sorted(info['tables'])}"
-                )
+                raise ConfigError(f"{self.addresses[shard]} has no table {table!r}; it has {sorted(info['tables'])}")
             dim = info["tables"][table]
             limit = max(1, min(page_bytes // (4 * dim), info["max_ids"]))
             place: Any = [0, None]
@@ -324,31 +322,31 @@ class PsClient:
                     yield found, as_tensor(rows, torch.float32).view(len(found), dim)
 
     def stamps(self, deadline: timedelta | None = None) -> dict[str, Stamp]:
-        """The stamp of the rows of each server, by the name that it publishes them under."""
+        """The stamp of each server's rows, by the name under which it publishes them."""
         infos = self.info(deadline)
         return {f"ps_{info['shard']}": Stamp(info["run"], info["version"]) for info in infos if "run" in info}
 
     def checkpoint(
         self, deadline: timedelta | None = None, *, keep_as: str = "", others: Sequence[str] = ()
     ) -> list[str]:
-        """Has every server write a checkpoint now; their paths, on the servers.
+        """Make every server write a checkpoint now; returns their paths on the servers.
 
-        With ``keep_as="RUN-WHAT"`` it stays there for `restore`, whatever comes later, until one of the same run is
-        kept that does not name it among its ``others``.
+        With ``keep_as="RUN-NAME"`` the checkpoint is kept for `restore`, until one of the same run is kept that does
+        not list it in ``others``.
         """
         names = json.dumps([keep_as, list(others)]).encode() if keep_as else b""
         replies = self.read({shard: Request(Op.CHECKPOINT, values=names) for shard in range(self.num_ps)}, deadline)
         return [replies[shard].text() for shard in range(self.num_ps)]
 
     def restore(self, table: str, kept: str, deadline: timedelta | None = None) -> None:
-        """Brings a table back on every server to what it was in the checkpoint kept under that name."""
+        """Restore a table on every server from the checkpoint kept under the name ``kept``."""
         requests = {
             shard: Request(Op.RESTORE, counts=[0], names=(table,), values=kept.encode()) for shard in range(self.num_ps)
         }
         self.write(requests, deadline)
 
     def close(self) -> None:
-        """Drops what is under way and closes the connections; other threads' calls end with `PeerError`."""
+        """Drop calls under way and close the connections; other threads' calls raise `PeerError`."""
         with self._pool_lock:
             if self._closed:
                 return
@@ -356,7 +354,7 @@ class PsClient:
             idle, self._free = self._free, []
         for lines in idle:
             _close(lines)
-        with self._write_lock:  # a thread that writes looks at `closed` in every tick
+        with self._write_lock:  # a thread that writes checks `closed` in every tick
             _close(self._writers)
         self._dropped.detach()
         self.context.term()  # ends the waits of threads that read; each closes its own lines
@@ -374,7 +372,7 @@ def _close(lines: Sequence[Line]) -> None:
 
 
 def _end(context: Any, sockets: Set[Any]) -> None:
-    """Closes what a client had open. No thread uses it any more, or the client would still be there."""
+    """Close the sockets of a client that was garbage-collected, so no thread uses them any more."""
     for socket in list(sockets):
         socket.close(0)
     context.term()

@@ -1,4 +1,4 @@
-"""One connection from a worker to one server: what is under way outlives the server's restart, up to a deadline."""
+"""One connection from a worker to one server; calls survive the server's restart, up to their deadline."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 UNORDERED = bytes(16)
 CLOSED = "this parameter-server client is closed"
-TICK_MS = 100  # between two looks at the connection while a reply is awaited
+TICK_MS = 100  # between two checks of the connection while waiting for a reply
 ANOTHER_S = 0.3  # without a connection before another server of the shard is tried
 HALF_OPEN_S = 3.0  # of silence after which another server of the shard is tried
-UNANSWERED_S = 3.0  # after which another server is asked: this one may have lost the lead and not know it yet
-LONG_OPS = (Op.CHECKPOINT, Op.RESTORE)  # which take as long as they take
-FIRST_BACKOFF_S = 0.01  # before a request that the server could not take now is sent again; twice as long each time
-BACKOFF_S = 0.2  # and at most this
+UNANSWERED_S = 3.0  # after which another server is asked: this one may have lost the lead without noticing yet
+LONG_OPS = (Op.CHECKPOINT, Op.RESTORE)  # exempt from UNANSWERED_S
+FIRST_BACKOFF_S = 0.01  # before a refused request is sent again; doubles each time
+BACKOFF_S = 0.2  # the longest such wait
 
 
 class Call:
-    """A request on its way, until ``seconds`` after it was made."""
+    """A request under way, which expires ``seconds`` after it was made."""
 
     __slots__ = ("again", "line", "refused", "reply", "request", "seconds", "until")
 
@@ -35,16 +35,16 @@ class Call:
         self.line, self.request, self.seconds = line, request, seconds
         self.until = time.monotonic() + seconds
         self.reply: Reply | None = None
-        self.refused = ""  # what the server said when it could not take the request
-        self.again = False  # so it is to be sent again
+        self.refused = ""  # the server's reason for refusing the request for now
+        self.again = False  # whether to send it again
 
     def result(self) -> Reply:
-        """Waits for the reply; raises what the server raised, or `DeadlineError`."""
+        """Wait for the reply; raises the server's error, or `DeadlineError`."""
         return self.line.wait(self)
 
 
 class Line:
-    """One connection to one server, used by one thread at a time. Its writes are those of ``stream``, if given."""
+    """One connection to one server, used by one thread at a time. Its writes belong to ``stream``, if given."""
 
     def __init__(self, client: PsClient, shard: int, stream: bytes = UNORDERED) -> None:
         self.client, self.shard, self.stream = client, shard, stream
@@ -53,7 +53,6 @@ class Line:
         self.calls: OrderedDict[int, Call] = OrderedDict()
         self.number = 0
         self.seq = 0
-        self.resends = 0
         self._established = False
         self._handshakes_failed = 0
         self._resend_at: float | None = None
@@ -65,11 +64,11 @@ class Line:
 
     @property
     def address(self) -> str:
-        """Of the server that is asked now; a shard may be on several, of which one leads."""
+        """The server in use now; a replicated shard has several, one of which leads."""
         return self._servers[self._place]
 
     def _try_another(self, wanted: str = "") -> None:
-        """Turns to another server of the shard, the one at ``wanted`` if it is known."""
+        """Switch to the shard's server at ``wanted`` if the client has that address, else to the next one."""
         wanted = wanted if "://" in wanted or not wanted else f"tcp://{wanted}"
         if wanted in self._servers:
             self._place = self._servers.index(wanted)
@@ -119,8 +118,10 @@ class Line:
             self.close()
             if self.client.closed:
                 raise PeerError(CLOSED) from None
-            why = f"an address is HOST:PORT, such as 10.0.0.1:7100 ({error.strerror})"
-            raise ConfigError(f"parameter server {self.address!r}: {why}") from error
+            raise ConfigError(
+                f"parameter server address must be HOST:PORT, such as 10.0.0.1:7100, got {self.address!r} "
+                f"({error.strerror})"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -131,7 +132,7 @@ class Line:
         if own:
             request.stream, request.seq = self.stream, self.seq + 1
         call = Call(self, request, seconds)
-        frames = self._frames(call)  # before it counts: a number that is never sent would hold up all that follow
+        frames = self._frames(call)  # may raise; a number used up without being sent would block all later writes
         self.number, self.seq = request.request, request.seq if own else self.seq
         if not self.calls:
             self._heard_at = time.monotonic()
@@ -143,7 +144,7 @@ class Line:
         zmq = self.client.zmq
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.Again:  # a handshake that failed left nothing to send on: `_look` finds out why, and sends again
+        except zmq.Again:  # there is no connection after a failed handshake: `_look` finds the reason and resends
             self._cut = True
         except zmq.ContextTerminated:
             raise PeerError(CLOSED) from None
@@ -169,8 +170,7 @@ class Line:
         return _checked(call.reply, self.shard, self.address)
 
     def _receive(self, until: float) -> list[Any] | None:
-        """The next message; None after a tick without one, or at ``until`` or when something is to be sent again if
-        that comes first."""
+        """The next message; None after a tick without one, at ``until``, or when a request is due to be resent."""
         zmq = self.client.zmq
         if self._resend_at is not None:
             until = min(until, self._resend_at)
@@ -186,10 +186,10 @@ class Line:
         self._heard_at = time.monotonic()
         call = self.calls.get(reply.request)
         if call is None:
-            return  # a second answer to something that was sent twice
+            return  # the second reply to a request that was resent
         if reply.status == Status.GAP and call.request.flags & RECORDS and not self._earlier(call.request):
             del self.calls[reply.request]
-            lost = f"{reply.text()}: the server has lost what was learnt; it must have --durability log"
+            lost = f"{reply.text()}: the server has lost acknowledged updates; it must run with --durability log"
             call.reply = error_reply(reply.request, Status.BAD_REQUEST, lost, reply.version)
             return
         if reply.status in (Status.UNAVAILABLE, Status.GAP, Status.NOT_LEADER):
@@ -205,14 +205,14 @@ class Line:
         call.reply = reply
 
     def _earlier(self, request: Request) -> bool:
-        """Whether a write of the same stream that comes before it is under way."""
+        """Whether an earlier write of the same stream is under way."""
         return any(c.request.stream == request.stream and c.request.seq < request.seq for c in self.calls.values())
 
     def _look(self, call: Call) -> None:
-        """Nothing came for a tick: has the server gone, has it refused, is it too late?"""
+        """After a tick without a message: check the connection and the deadline, and resend what is due."""
         if self.client.closed:
             raise PeerError(CLOSED)
-        self._follow(call)  # also where it is too late: the error says what was seen
+        self._follow(call)  # also after the deadline, whose error says what happened to the connection
         now = time.monotonic()
         if len(self._servers) > 1 and not self._established and now - self._connected_at > ANOTHER_S:
             self._try_another()
@@ -229,13 +229,12 @@ class Line:
             for waiting in self.calls.values():
                 if cut or waiting.again:
                     waiting.again = False
-                    self.resends += 1
                     self._push(self._frames(waiting))
 
     def _follow(self, call: Call) -> None:
-        """Takes note of whether the connection was cut; `PeerError` where the two sides will never agree.
+        """Read the connection's events; raises `PeerError` for keys that can never match.
 
-        A server that wants keys may also just hang up, as one that is going down does, so that is told at the deadline.
+        A server that wants keys may also just hang up, like one that is shutting down; `_too_late` reports that.
         """
         zmq = self.client.zmq
         while self._monitor.poll(0):
@@ -243,23 +242,23 @@ class Line:
             kind = event["event"]
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._established, self._handshakes_failed = True, 0
-            elif kind == zmq.EVENT_DISCONNECTED:  # before a handshake nothing was sent that could be lost
+            elif kind == zmq.EVENT_DISCONNECTED:  # before a handshake nothing was sent, so nothing was lost
                 if self._established and not self._cut and len(self._servers) > 1:
-                    self._try_another()  # which knows who leads now
+                    self._try_another()
                 self._cut, self._established = self._cut or self._established, False
             else:
                 self._handshakes_failed += 1
             if kind in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
-                self._cut = True  # such a socket does not try again
+                self._cut = True  # libzmq does not reconnect such a socket
             if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.calls.pop(call.request.request, None)
                 raise PeerError(
-                    f"{self._name} refuses this worker's key; put its public key into the server's folder of clients"
+                    f"{self._name} refused this worker's key; add its public key to the server's --clients folder"
                 )
             if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
                 self.calls.pop(call.request.request, None)
                 whose = "the worker's side" if self.client.keys is not None else "the server's side"
-                raise PeerError(f"{self._name}: only {whose} has CURVE keys; give them to both, or to neither")
+                raise PeerError(f"{self._name}: only {whose} has CURVE keys; use them on both sides or on neither")
 
     def _too_late(self, call: Call) -> DeadlineError:
         self.calls.pop(call.request.request, None)
@@ -269,14 +268,14 @@ class Line:
             why += f"; it breaks off every handshake: {question}"
         written = " The write may or may not have been applied." if call.request.op.writes else ""
         return DeadlineError(
-            f"{self._name} gave no answer to {call.request.op.name.lower()} within {call.seconds:g} s{why}; see its "
+            f"{self._name} did not answer {call.request.op.name.lower()} within {call.seconds:g} s{why}; see its "
             f"log, or raise the deadline.{written}"
         )
 
     def close(self) -> None:
-        """Closes the connection; the thread that uses the line calls it."""
+        """Close the connection; must be called by the thread that uses it."""
         if self._monitor is not None:
-            with contextlib.suppress(self.client.zmq.ZMQError):  # of a context that is ending
+            with contextlib.suppress(self.client.zmq.ZMQError):  # the context is being terminated
                 self._socket.disable_monitor()
             self._discard(self._monitor)
             self._monitor = None

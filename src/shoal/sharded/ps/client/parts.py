@@ -16,7 +16,7 @@ from shoal.table.protocol import CPU, Missing
 
 
 class RemoteParts:
-    """Parts on the servers of one client: one request to each, all under way at once."""
+    """Parts on the servers of one client: a call sends one request to each, concurrently."""
 
     remote = True
     saved_by = "the servers' checkpoints (PsClient.checkpoint())"

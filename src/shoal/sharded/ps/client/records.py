@@ -1,4 +1,4 @@
-"""Updates that are named by the records that they are of, so that servers apply them once, whoever sends them."""
+"""Updates that carry the numbers of their input records, so that servers apply each once, whichever worker sends it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class RecordWrites:
-    """What a client knows of the partitions that it learns."""
+    """The state of a client's input partitions."""
 
     def __init__(self, client: PsClient) -> None:
         self._client = client
         self.gathered: list[dict[int, Request]] | None = None
-        """The updates of a block of `block`, which are sent at its end; None outside of one."""
+        """The updates within a `block`, which are sent at its end; None outside a block."""
         self._learnt: dict[bytes, list[int]] = {}
 
     def learnt(self, partitions: Sequence[str], deadline: timedelta | None = None) -> dict[str, list[int]]:
@@ -68,12 +68,12 @@ class RecordWrites:
 
 
 def _stream(partition: str) -> bytes:
-    """The id of the stream of a partition's writes; `PARTITION` tells it from those of workers."""
+    """The stream id of a partition's writes; the prefix `PARTITION` distinguishes it from those of workers."""
     return PARTITION + hashlib.blake2b(partition.encode(), digest_size=12).digest()
 
 
 def _joined(writes: Sequence[dict[int, Request]]) -> dict[int, Request]:
-    """Updates of several groups of tables as one request to each shard."""
+    """Join the updates of several groups of tables into one request per shard."""
     if len(writes) == 1:
         return writes[0]
     shards = sorted({shard for each in writes for shard in each})
@@ -82,9 +82,9 @@ def _joined(writes: Sequence[dict[int, Request]]) -> dict[int, Request]:
 
 def _one(parts: Sequence[Request]) -> Request:
     first = parts[0]
-    times = {one.req_time for one in parts} if not first.flags & NOW else ()  # with NOW the server puts its own in
+    times = {one.req_time for one in parts} if not first.flags & NOW else ()  # with NOW the server sets the time
     if any((one.op, one.flags) != (first.op, first.flags) for one in parts) or len(times) > 1:
-        raise ConfigError("records: the updates of a step must be of one kind and time")
+        raise ConfigError("records: all updates within a block must have the same operation, flags and req_time")
     dtype = torch.float16 if first.flags & FLOAT16 else torch.float32
     return replace(
         first,

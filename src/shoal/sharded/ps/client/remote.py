@@ -1,4 +1,4 @@
-"""Tables that live on a parameter server, with the methods of local ones: what a factory gives a distributed table."""
+"""Tables on a parameter server, with the methods of local tables: the parts of a distributed table."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def create_tables(
     filters: Mapping[str, Any] | None = None,
     clocked: bool = False,
 ) -> None:
-    """Makes tables on the servers; those that exist keep their rows, and take other settings where rows allow it.
+    """Create tables on the servers. Existing tables keep their rows, and take new settings if the rows allow them.
 
-    Without a ``seed`` a new table takes torch's, and one that another worker made may have any.
+    Without a ``seed`` a new table takes torch's; a table that another worker created can have any.
     """
     default_seed = seed is None
     seed = (torch.initial_seed() if seed is None else seed) & ((1 << 64) - 1)
@@ -47,19 +47,26 @@ def create_tables(
             options["filter"] = filters
         if clocked:
             options["clocked"] = True
-        message = config.table_config.SerializeToString(deterministic=True)
-        values = json.dumps(options, sort_keys=True).encode()
         for shard in range(client.num_ps) if shards is None else shards:
-            client.write({shard: Request(Op.CREATE, ids=message, values=values)})
+            client.write({shard: create_request(config, options)})
+
+
+def create_request(config: HashTableConfigInstance, options: Mapping[str, Any]) -> Request:
+    """The request that creates a table."""
+    return Request(
+        Op.CREATE,
+        ids=config.table_config.SerializeToString(deterministic=True),
+        values=json.dumps(options, sort_keys=True).encode(),
+    )
 
 
 def _time_flag(seconds: int) -> int:
-    """What a request says of its time: a `Now` is the server's to find out."""
+    """The flag of a request's time: for a `Now` the server takes its own clock."""
     return NOW if isinstance(seconds, Now) else 0
 
 
 class RemoteTables:
-    """All tables of one name order on server ``shard``: reads and writes as raw requests. The base of the two below."""
+    """Tables on server ``shard``, in the order of their names: the base of the classes below."""
 
     def __init__(self, client: PsClient, shard: int, configs: Mapping[str, HashTableConfigInstance]) -> None:
         if not 0 <= shard < client.num_ps:
@@ -69,7 +76,7 @@ class RemoteTables:
         self.dims = {name: infer_dim_size(config.table_config) for name, config in self.configs.items()}
 
     def rates_of(self, names: Sequence[str], step: int, scales: Sequence[float] | None = None) -> list[float]:
-        """The worker's step decides the rates, so that all servers use the same. ``scales``: a factor per table."""
+        """The learning rates of a step, computed here so that all servers use the same."""
         return [
             rate * scale
             for name, scale in zip(names, scales or [1.0] * len(names), strict=True)
@@ -83,13 +90,13 @@ class RemoteTables:
         return self.client.write({self.shard: request})[self.shard]
 
     def as_op(self, name: str | None = None) -> Any:
-        """Waits until the server has answered every write of this worker."""
+        """Wait until the server has answered every write of this worker."""
         self.client.flush()
         return self
 
 
 class RemoteHashTable(RemoteTables):
-    """One table of one server, as `shoal.HashTable` is one of this process."""
+    """One table on one server, with the methods of `shoal.HashTable`."""
 
     def __init__(
         self, client: PsClient, shard: int, name: str, config: HashTableConfigInstance, *, create: bool = True,
@@ -98,11 +105,11 @@ class RemoteHashTable(RemoteTables):
     ) -> None:  # fmt: skip
         super().__init__(client, shard, {name: config})
         self.clocked = clocked
-        """Whether a write without ``req_time`` takes the server's time; False: 0."""
+        """Whether a write without ``req_time`` takes the server's time; if False, it takes 0."""
         self.name, self.config, self.dim_size = name, config, self.dims[name]
         self.on_bad_gradient = on_bad_gradient
         self.hash_filter = dict(filters) if filters and filters.get("type") != "no_filter" else None
-        """What the server's admission filter is made from."""
+        """The description of the server's admission filter."""
         if create:
             create_tables(
                 client, self.configs, shards=[shard], seed=seed, on_bad_gradient=on_bad_gradient, filters=filters,
@@ -190,7 +197,7 @@ class RemoteHashTable(RemoteTables):
 
 
 class RemoteMultiTypeHashTable(RemoteTables):
-    """Tables by slot on one server, as `shoal.table.MultiTypeHashTable` holds them in one process."""
+    """Tables by slot on one server, with the methods of `shoal.table.MultiTypeHashTable`."""
 
     native = False
 
@@ -208,7 +215,7 @@ class RemoteMultiTypeHashTable(RemoteTables):
     def lookup_request(
         self, names: Sequence[str], counts: Sequence[int], ids: Tensor, *, float16: bool = False, op: Op = Op.LOOKUP
     ) -> Request:
-        """``op``: how unknown ids are answered, LOOKUP or FIND_INITIAL."""
+        """``op``: LOOKUP returns zeros for unknown ids, FIND_INITIAL initial rows."""
         flags = (FLOAT16 if float16 else 0) | (NATIVE if self.native else 0)
         return Request(op, flags=flags, counts=counts, names=tuple(names), ids=ids)
 
@@ -254,7 +261,7 @@ class RemoteMultiTypeHashTable(RemoteTables):
     def _write_rows(self, op: Op, writes: Mapping[str, tuple[Tensor, Tensor]], step: int, req_time: Any) -> Any:
         for slot in writes:
             if slot not in self.dims:
-                raise KeyError(f"there is no slot {slot!r}; there are {', '.join(self.dims) or 'none'}")
+                raise KeyError(f"there is no slot {slot!r}; slots are {', '.join(self.dims) or 'none'}")
         names = list(self.dims) if self.native else sorted(writes)
         ids, values = [], []
         for name in names:
@@ -270,7 +277,7 @@ class RemoteMultiTypeHashTable(RemoteTables):
         return self
 
     def size(self) -> int:
-        """Rows of all tables."""
+        """The number of rows in all tables."""
         rows = json.loads(bytes(self._read(Request(Op.SIZES)).payload[0]))
         return sum(rows[name] for name in self.dims)
 
@@ -289,7 +296,7 @@ class RemoteMultiTypeHashTable(RemoteTables):
 
 
 class RemoteMultiHashTable(RemoteMultiTypeHashTable):
-    """Many tables on one server with the raw interface, as `shoal.table.MultiHashTable`."""
+    """Tables on one server with the raw interface of `shoal.table.MultiHashTable`."""
 
     native = True
 

@@ -1,8 +1,7 @@
-"""Tables by description: what ``tables.toml`` says, and tables on servers made with the words of `shoal.HashTable`."""
+"""Creates tables on servers from the arguments of `shoal.HashTable`, and reads ``tables.toml``."""
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -12,7 +11,6 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.sharded.distributed_table import DistributedHashTable
 from shoal.sharded.ps.client.client import PsClient
 from shoal.sharded.ps.client.remote import RemoteHashTable
-from shoal.sharded.ps.protocol import Op, Request
 from shoal.table.budget.calls import own_policy
 from shoal.table.budget.limits import MemoryBudget
 from shoal.table.config.entry import HashTableConfigInstance
@@ -30,19 +28,21 @@ def ps_table(
     filter: Mapping[str, Any] | None = None,
     **table: Any,
 ) -> DistributedHashTable:
-    """A table over all servers of a client, made there if it is not there yet.
+    """A table over all servers of a client, created there if it does not exist yet.
 
     ``dim`` and the keywords (``optimizer``, ``initializer``, ``expire_after``, ``lr``, ``max_rows``, ``max_bytes``,
-    ``evict``) are those of `shoal.HashTable`; every worker gives the same. Limits are those of each server's part.
-    A write without ``req_time`` is stamped with the server's time, as that of a `shoal.HashTable` is with this
-    process's. The rows of new ids follow from ``seed`` and the id, whatever the number of servers. ``filter``
-    describes an admission filter that every server makes for itself: ``type`` (sliding_hash_filter or
-    probabilistic_filter), ``capacity``, ``split_num``, and ``config`` (a serialized threshold message in hex).
+    ``evict``) are those of `shoal.HashTable`; every worker must pass the same. Limits apply to each server's part.
+    A write without ``req_time`` is stamped with the server's time. The rows of new ids depend only on ``seed`` and the
+    id, not on the number of servers. ``filter`` describes an admission filter that every server creates: ``type``
+    (sliding_hash_filter or probabilistic_filter), ``capacity``, ``split_num``, and ``config`` (a serialized threshold
+    message in hex).
     """
     if not isinstance(client, PsClient):
         raise ConfigError(f"ps_table {name!r}: the first argument must be a PsClient(addresses), got {client!r}")
     if isinstance(table.get("max_bytes"), MemoryBudget) or own_policy(table.get("evict")) is not None:
-        raise ConfigError(f"ps_table {name!r}: max_bytes must be a size and evict a policy of shoal's on servers")
+        raise ConfigError(
+            f"ps_table {name!r}: max_bytes must be a size and evict one of shoal's own policies for tables on servers"
+        )
     config = HashTable(dim, name=name, **table).config
     return DistributedHashTable(
         client.num_ps,
@@ -54,7 +54,7 @@ def ps_table(
 
 
 def load_tables(path: str | os.PathLike[str]) -> dict[str, tuple[HashTableConfigInstance, dict[str, Any]]]:
-    """The tables of a TOML file: name -> (configuration, options).
+    """Read the tables of a TOML file: name -> (configuration, options).
 
     The file::
 
@@ -63,7 +63,7 @@ def load_tables(path: str | os.PathLike[str]) -> dict[str, tuple[HashTableConfig
         optimizer = { kind = "adagrad", lr = 0.05 }   # or just "adagrad"
         initializer = "uniform"
         expire_after = "30d"
-        max_bytes = "8GiB"                            # of this table, on each server
+        max_bytes = "8GiB"                            # per server
         evict = "lru"
     """
     try:
@@ -106,17 +106,8 @@ def _table(where: str, name: str, given: dict[str, Any], seed: int) -> tuple[Has
             raise ConfigError(f"{where}: {error}") from None
     as_row_optimizer(optimizer)
     unknown = set(given) - {"dim", "initializer", "expire_after", "lr", "max_rows", "max_bytes", "evict"}
-    if unknown or "dim" not in given:
-        raise ConfigError(
-            f"{where}: dim must be given, and there is no option {', '.join(sorted(unknown)) or 'but those listed'}"
-        )
+    if unknown:
+        raise ConfigError(f"{where} has no option {', '.join(sorted(unknown))}")
+    if "dim" not in given:
+        raise ConfigError(f"{where}: dim must be given")
     return HashTable(given.pop("dim"), optimizer=optimizer, name=name, **given).config, options
-
-
-def create_request(config: HashTableConfigInstance, options: dict[str, Any]) -> Request:
-    """The request that makes a table."""
-    return Request(
-        Op.CREATE,
-        ids=config.table_config.SerializeToString(deterministic=True),
-        values=json.dumps(options, sort_keys=True).encode(),
-    )

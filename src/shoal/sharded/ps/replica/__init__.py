@@ -1,1 +1,1 @@
-"""A shard on two servers: one leads, the others follow its log, and one of them leads when it has gone."""
+"""A shard on several servers: one leads, the others follow its log, and one of them takes over if it fails."""

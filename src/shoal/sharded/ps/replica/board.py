@@ -1,4 +1,4 @@
-"""Who leads a shard: the state that its servers agree on in a registry, and the rules by which it changes."""
+"""The leader of a shard: the state that its servers share in a registry, and the rules by which it changes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shoal.errors import DataError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardState:
-    """What a shard's servers have agreed on."""
+    """The state that a shard's servers agree on."""
 
     term: int
-    """Counts the leaders."""
+    """Increases with each change of the leader."""
     leader: str
     """The name of the server that leads."""
     in_sync: tuple[str, ...]
-    """The servers that have every write that was acknowledged, the leader among them. One of them may lead next."""
+    """The servers that have every acknowledged write, including the leader. One of them can lead next."""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True).encode()
@@ -31,22 +31,23 @@ class ShardState:
             given = json.loads(data)
             return cls(term=int(given["term"]), leader=str(given["leader"]), in_sync=tuple(map(str, given["in_sync"])))
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-            raise DataError(f"the registry's state of a shard is damaged ({error!r}): {data[:80]!r}") from None
+            raise DataError(f"the state of the shard in the registry is damaged ({error!r}): {data[:80]!r}") from None
 
 
 class Board(Protocol):
-    """What a server needs of a registry. Any method may raise while the registry cannot be reached."""
+    """The registry as a server uses it. Any method can raise while the registry cannot be reached."""
 
     def join(self, member: str, address: str) -> float:
-        """Shows this server until its session ends, again after a session was lost.
+        """Register this server until its session ends; call it again after a session was lost.
 
         Returns:
-            For how many seconds from the beginning of this call the session cannot end, so that nobody else can lead.
+            The number of seconds from the beginning of this call during which the session cannot end, so that no other
+            server can lead.
         """
         ...
 
     def members(self) -> dict[str, str]:
-        """The servers that are there, with their addresses."""
+        """The servers that are running, with their addresses."""
         ...
 
     def read(self) -> ShardState | None:
@@ -54,31 +55,31 @@ class Board(Protocol):
         ...
 
     def change(self, before: ShardState | None, after: ShardState) -> bool:
-        """Writes a state in place of ``before``; False where it is another one meanwhile."""
+        """Replace the state ``before`` with ``after``; False if the state has changed in the meantime."""
         ...
 
     def is_member(self) -> bool:
-        """Whether the session of the last `join` has not ended, as far as is known here."""
+        """Whether the session of the last `join` is, as far as this server knows, still alive."""
         ...
 
     def close(self) -> None: ...
 
 
 def claim(state: ShardState | None, me: str, members: Mapping[str, str]) -> tuple[ShardState | None, str]:
-    """The state in which ``me`` leads, or None where it may not; and the reason."""
+    """The state in which ``me`` leads, or None if it must not lead; and the reason."""
     if state is None:
-        return ShardState(term=1, leader=me, in_sync=(me,)), "nobody has led this shard before"
+        return ShardState(term=1, leader=me, in_sync=(me,)), "no server has led this shard before"
     after = ShardState(term=state.term + 1, leader=me, in_sync=(me,))
     if state.leader == me:
-        return after, "it led before and has come back first"
+        return after, "it was the last leader"
     if state.leader in members:
         return None, f"{state.leader} leads"
     if me in state.in_sync:
-        return after, f"{state.leader} has gone, and this server has all that was acknowledged"
+        return after, f"{state.leader} is gone, and this server has all acknowledged writes"
     waits_for = " or ".join(sorted({state.leader, *state.in_sync}))
     return None, (
-        f"{state.leader} has gone, and this server lacks writes that were acknowledged; waiting for {waits_for}. If "
-        "their disks are lost, start this server with --force-lead and lose those writes"
+        f"{state.leader} is gone, and this server does not have all acknowledged writes; waiting for {waits_for}. If "
+        "their disks are lost, start this server with --force-lead, which loses those writes"
     )
 
 
@@ -95,12 +96,12 @@ def joined(state: ShardState, follower: str) -> ShardState:
 
 
 def handed_over(state: ShardState, to: str) -> ShardState:
-    """The state in which a follower that has everything leads by its leader's wish."""
+    """The state after the leader has handed over to a follower."""
     return ShardState(term=state.term + 1, leader=to, in_sync=(to,))
 
 
 class LoneBoard:
-    """For a leader without a registry: followers may copy its log, and nobody takes its place by itself."""
+    """The board of a leader without a registry: followers can copy its log, but none takes over automatically."""
 
     def __init__(self, name: str, term: int) -> None:
         self._state = ShardState(term=term, leader=name, in_sync=(name,))
@@ -130,7 +131,7 @@ class LoneBoard:
 
 
 class FollowingBoard:
-    """For a follower without a registry: it copies the log of the server at ``address`` and never leads by itself.
+    """The board of a follower without a registry: it copies the log of the server at ``address`` and never leads.
 
     To have it lead, start it without ``--replica-of``.
     """

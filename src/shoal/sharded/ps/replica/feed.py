@@ -1,4 +1,4 @@
-"""The leader's side of a shard on several servers: hands its log out, and holds answers until followers have it too."""
+"""The leader's side of a replicated shard: sends its log to followers, and holds replies until they have it."""
 
 from __future__ import annotations
 
@@ -28,41 +28,43 @@ class Ack(StrEnum):
     """When a write is acknowledged."""
 
     LOCAL = "local"
-    """When it is on this server's disk. The loss of the disk loses what followers had not asked for yet."""
+    """When it is on this server's disk. If the disk is lost, so are writes that followers had not fetched yet."""
     FOLLOWER = "follower"
     """When it is also on the disk of every follower that is in sync."""
 
 
 @dataclass
 class Follower:
-    """What the leader knows of one follower."""
+    """The leader's record of one follower."""
 
     after: int = 0
     """Records up to this one are on its disk."""
-    heard: float = 0.0
+    heard_at: float = 0.0
     moved: float = 0.0
-    """When it last had more than before, or everything. One that asks and does not move cannot write to its disk."""
+    """When it last made progress or had all records. One that asks without progress cannot write to its disk."""
     given: int = 0
+    """The last record of the log when it was last answered."""
     given_at: float = 0.0
-    """The last record that there was when it was last answered, and when that was."""
+    """When it was last answered."""
     round_s: float = float("inf")
-    """How long it took to store all that there was when it was last answered; 0 where it has everything."""
+    """How long it took to store the records up to ``given``; 0 if it has all records."""
     near_since: float = field(default_factory=time.monotonic)
-    """When it last lacked so much that nobody should wait for it."""
+    """When it was last too far behind for writes to wait for it."""
     reader: LogReader | None = None
     waiting: Waiting | None = None
     until: float = 0.0
-    """When its question is answered though there is nothing new."""
+    """When its request is answered even if there are no new records."""
 
 
 class Feed:
-    """Answers followers and lets go of answers. `loop` runs in a thread; any thread may call the rest.
+    """Answers followers and releases held replies. `loop` runs in a thread; any thread can call the other methods.
 
     Args:
-        directory: of the log.
-        last: the number of the last record in it.
-        terms: of the log.
-        may_answer: whether this server still leads, as far as it can know.
+        directory: the log's directory.
+        backlog: sends the replies.
+        last: returns the number of the last record.
+        terms: returns the log's terms.
+        may_answer: returns whether this server still leads, as far as it can know.
         ack: when a write is acknowledged.
     """
 
@@ -80,19 +82,19 @@ class Feed:
         self._last, self._terms, self._may_answer = last, terms, may_answer
         self.ack = ack
         self.counted: set[str] = set()
-        """The followers whose disks an answer waits for."""
+        """The followers that must have a write on their disk before it is acknowledged."""
         self.followers: dict[str, Follower] = {}
         self._changed = threading.Condition()
         self._held: deque[Applied] = deque()
         self._answers: list[tuple[Waiting, Reply]] = []
         self._ended = False
         self._next = ""
-        """The follower that leads from now on."""
+        """The follower that this leader has handed over to; "" before that."""
 
-    # --- what others tell -------------------------------------------------------------------------------------------
+    # --- calls from other threads -----------------------------------------------------------------------------------
 
     def ask(self, waiting: Waiting) -> None:
-        """A follower asks for records, and tells which it has."""
+        """Handle a follower's request for records, which reports the records that it has."""
         with self._changed:
             try:
                 wish = json.loads(bytes(waiting.request.values))
@@ -100,41 +102,42 @@ class Feed:
                 problem = differs(Terms.of(wish["terms"]), after, self._terms(), self._last())
                 wait_s = min(10.0, max(0.0, float(wish["wait_s"])))
             except (ValueError, TypeError, KeyError, DataError) as error:
-                self._answers.append((waiting, _refused(waiting.request, f"FOLLOW brings a JSON object ({error!r})")))
+                why = f"FOLLOW must have a JSON object ({error!r})"
+                self._answers.append((waiting, error_reply(waiting.request.request, Status.BAD_REQUEST, why)))
                 self._changed.notify()
                 return
             follower = self.followers.setdefault(name, Follower())
             if follower.waiting is not None:  # it has asked again over another connection
                 self._answers.append((follower.waiting, self._reply(follower.waiting.request, b"")))
-            follower.heard = time.monotonic()
+            follower.heard_at = time.monotonic()
             follower.waiting = None
             if problem:
-                follower.after, follower.moved = 0, follower.heard
+                follower.after, follower.moved = 0, follower.heard_at
                 self.counted.discard(name)
                 self._answers.append((waiting, self._reply(waiting.request, b"", problem)))
             else:
                 level = after >= self._last()
                 if level or after > follower.after:
-                    follower.moved = follower.heard
-                stored_s = follower.heard - follower.given_at if after >= follower.given else float("inf")
+                    follower.moved = follower.heard_at
+                stored_s = follower.heard_at - follower.given_at if after >= follower.given else float("inf")
                 follower.round_s = 0.0 if level else stored_s
                 follower.after, follower.waiting = after, waiting
-                follower.until = follower.heard + wait_s
+                follower.until = follower.heard_at + wait_s
             if problem or self.ack is Ack.FOLLOWER:
                 self._changed.notify()
 
     def wake(self) -> None:
-        """There is a new record in the log, or fewer followers to wait for.
+        """Report that the log has a new record, or that there are fewer followers to wait for.
 
-        A follower whose disk no answer waits for gets what has come at the next tick: a round for each record would
-        take as much time as the records.
+        With `Ack.LOCAL`, followers get new records at the next tick: a round per record would take as long as the
+        records themselves.
         """
         if self.ack is Ack.FOLLOWER:
             with self._changed:
                 self._changed.notify()
 
     def pass_on(self, applied: Iterable[Applied]) -> list[Applied]:
-        """Which answers may leave now that their writes are on this disk; the others leave by way of `loop`."""
+        """Take replies to writes that are on this disk; returns those to send now. `loop` sends the others later."""
         with self._changed:
             self._held.extend(applied)
             return self._released()
@@ -149,7 +152,7 @@ class Feed:
         return released
 
     def acknowledged(self) -> int:
-        """Records up to this one are as safe as was promised."""
+        """Records up to this one are as durable as configured."""
         if self.ack is Ack.LOCAL:
             return 1 << 62
         return min((self.followers[name].after for name in self.counted if name in self.followers), default=1 << 62)
@@ -160,24 +163,24 @@ class Feed:
         return bool(self._held)
 
     def needed_from(self) -> int | None:
-        """The first record that a follower still needs of the log; None where nobody follows."""
+        """The first log record that a follower still needs; None without followers."""
         with self._changed:
             since = time.monotonic() - REMEMBERED_S
-            return min((each.after + 1 for each in self.followers.values() if each.heard > since), default=None)
+            return min((each.after + 1 for each in self.followers.values() if each.heard_at > since), default=None)
 
     def lag(self) -> dict[str, int]:
-        """How many records each follower lacks."""
+        """How many records each follower is behind."""
         with self._changed:
             return {name: max(0, self._last() - each.after) for name, each in self.followers.items()}
 
     def hand_over(self, name: str) -> None:
-        """Tells the followers at once that this one leads."""
+        """Tell all followers at once that ``name`` leads."""
         with self._changed:
             self._next = name
             self._changed.notify()
 
     def refuse_held(self, why: str) -> list[tuple[Waiting, Reply]]:
-        """Answers that cannot be given any more, as refusals that may be tried again elsewhere."""
+        """Refusals of the held writes, which can no longer be acknowledged here; workers retry them elsewhere."""
         with self._changed:
             held, self._held = list(self._held), deque()
         return [(one.waiting, error_reply(one.waiting.request.request, Status.UNAVAILABLE, why)) for one in held]
@@ -199,9 +202,9 @@ class Feed:
                     ready = [(one.waiting, one.reply) for one in self._released()]
                     ready += self._answers
                     self._answers = []
-                    asking = [(name, each) for name, each in self.followers.items() if each.waiting is not None]
-                for name, follower in asking:
-                    answer = self._serve(name, follower)
+                    asking = [each for each in self.followers.values() if each.waiting is not None]
+                for follower in asking:
+                    answer = self._serve(follower)
                     if answer is not None:
                         ready.append(answer)
                 for waiting, reply in ready:
@@ -209,8 +212,8 @@ class Feed:
                 if ended:
                     return
 
-    def _serve(self, name: str, follower: Follower) -> tuple[Waiting, Reply] | None:
-        """The answer to a follower, if it has one now."""
+    def _serve(self, follower: Follower) -> tuple[Waiting, Reply] | None:
+        """The reply to a follower; None if it must wait."""
         waiting, last = follower.waiting, self._last()
         if waiting is None or (last <= follower.after and time.monotonic() < follower.until and not self._next):
             return None
@@ -236,7 +239,3 @@ class Feed:
         if self._next:
             head["next"] = self._next
         return Reply(Status.OK, request.request, 0, [json.dumps(head).encode(), data])
-
-
-def _refused(request: Request, why: str) -> Reply:
-    return error_reply(request.request, Status.BAD_REQUEST, why)

@@ -1,4 +1,4 @@
-"""Reads the records of a log that another thread appends to, from any number on."""
+"""Reads the records of a log from any number on, while another thread appends to it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SIZES = struct.Struct("<IIIIQQQ")  # magic, crc, header, zero, ids, values, num
 
 
 class RecordsGone(DataError):
-    """The log does not go back so far any more; a checkpoint has taken its place."""
+    """The log no longer has these records, because a checkpoint has replaced them."""
 
 
 class LogReader:
-    """Remembers where it stopped. One thread uses it."""
+    """A reader that continues where it stopped, for one thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -26,8 +26,8 @@ class LogReader:
         self._at = self._next = 0
 
     def read(self, after: int, last: int, max_bytes: int) -> bytes:
-        """The records after ``after`` up to ``last``, as they are in the log's files: whole ones, at least one and
-        then at most ``max_bytes``.
+        """The records after ``after`` up to ``last``, as bytes of the log: complete records, at least one, and together
+        at most ``max_bytes`` if more than one.
 
         Raises:
             RecordsGone: the log begins later.
@@ -88,7 +88,7 @@ class LogReader:
 
 
 def records(data: memoryview, first: int) -> Iterator[tuple[int, bytes, memoryview, memoryview]]:
-    """The records that `LogReader.read` gave, each checked: number, header, ids, values.
+    """Parse and check the result of `LogReader.read`; yields number, header, ids and values of each record.
 
     Raises:
         DataError: they are damaged, or do not begin at ``first``.
@@ -97,7 +97,7 @@ def records(data: memoryview, first: int) -> Iterator[tuple[int, bytes, memoryvi
     while at < len(data):
         found = parse_record(data, at, number)
         if found is None:
-            raise DataError(f"record {number} of the leader's log came damaged")
+            raise DataError(f"record {number} of the leader's log was damaged on the way")
         header, ids, values, at = found
         yield number, header, ids, values
         number += 1

@@ -1,4 +1,4 @@
-"""A connection of one server to another of the same shard: one question at a time, each with a deadline."""
+"""A connection from one server to another of the same shard: one request at a time, each with a deadline."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shoal.errors import DeadlineError, PeerError
 from shoal.sharded.ps.protocol import Op, Reply, Request, Status, parse_reply
 from shoal.sharded.ps.security import ClientKeys, load_keys, zmq_module
 
-LOOK_MS = 20  # between two looks at whether an answer is still wanted
+LOOK_MS = 20  # between checks whether to keep waiting
 
 
 class Peer:
-    """Asks the server at ``address``. One thread uses it; after an error it connects anew."""
+    """A client of the server at ``address``, for one thread. It reconnects after an error."""
 
     def __init__(self, context: Any, address: str, keys: ClientKeys | None = None) -> None:
         self._zmq = zmq_module()
@@ -40,12 +40,14 @@ class Peer:
         socket.connect(self.address)
         return socket
 
-    def ask(self, op: Op, wish: Mapping[str, Any], seconds: float, go_on: Callable[[], bool] = lambda: True) -> Reply:
-        """The answer. ``go_on`` is asked many times a second whether it is still wanted.
+    def ask(
+        self, op: Op, wish: Mapping[str, Any], seconds: float, keep_waiting: Callable[[], bool] = lambda: True
+    ) -> Reply:
+        """Send a request and return its reply. ``keep_waiting``, called every 20 ms, returns whether to keep waiting.
 
         Raises:
-            DeadlineError: none came in time, or it is not wanted any more.
-            PeerError: it refused.
+            DeadlineError: there was no reply in time, or ``keep_waiting`` returned False.
+            PeerError: the server refused.
         """
         if self._socket is None:
             self._socket = self._connect()
@@ -55,17 +57,17 @@ class Peer:
         try:
             self._socket.send_multipart(request.frames(), self._zmq.NOBLOCK)
             while True:
-                while not self._socket.poll(LOOK_MS) and go_on() and time.monotonic() < until:
+                while not self._socket.poll(LOOK_MS) and keep_waiting() and time.monotonic() < until:
                     pass
                 if not self._socket.poll(0):
-                    raise DeadlineError(f"{self.address} gave no answer to {op.name.lower()} within {seconds:g} s")
+                    raise DeadlineError(f"{self.address} did not answer {op.name.lower()} within {seconds:g} s")
                 reply = parse_reply([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
                 if reply.request == self._number:
                     break
         except BaseException as error:
             self.close()
             if isinstance(error, self._zmq.ZMQError) and not isinstance(error, self._zmq.ContextTerminated):
-                raise PeerError(f"{self.address} cannot be asked: {error}") from None
+                raise PeerError(f"{self.address}: cannot send a request: {error}") from None
             raise
         if reply.status != Status.OK:
             raise PeerError(f"{self.address} refused {op.name.lower()}: {reply.text()}")

@@ -1,4 +1,4 @@
-"""One server's part in a group: whether it leads or follows, and how it comes to do the other."""
+"""One server's role in a group: whether it leads or follows, and how that changes."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ log = logging.getLogger("shoal.ps")
 TICK_S = 0.1
 ASK_S = 1.0  # how long a leader waits for records before it answers that there are none
 APPLY_S = timedelta(minutes=10)
-FAREWELL_S = 0.2  # in which a server that leads no more tells workers who does, before it starts again
-NEAR = 1000  # records that a follower may lack when answers begin to wait for it
-SHORT_S = 0.05  # and how long it may take to store what it was given, so that this wait is not noticed
+FAREWELL_S = 0.2  # during which a former leader still refers workers to the new one, before it restarts
+NEAR = 1000  # replies can begin to wait for a follower that stays at most this many records behind
+SHORT_S = 0.05  # or for one that stores its records within this time
 ANYBODY = frozenset({Op.INFO, Op.FOLLOW, Op.FETCH, Op.HANDOVER, Op.PUBLISH})
 
 
 class Role(StrEnum):
     LEADER = "leader"
     FOLLOWER = "follower"
-    """Of the leader, or waiting for one."""
+    """Follows the leader, or waits for one."""
 
 
 class Replication:
-    """Keeps a server a leader or a follower, as the registry says. Give it to `ParameterServer`.
+    """Makes a server the leader or a follower, according to the registry. Pass it to `ParameterServer`.
 
     Args:
-        board: the registry's part about this shard.
-        name: of this server, the same whenever it serves from this directory; see `server_name`.
+        board: the state of this shard in the registry.
+        name: the name of this server, always the same for a directory; see `server_name`.
         ack: when a write is acknowledged.
-        address: that others reach this server by; None for where it listens.
-        keys: for connections to the other servers of the group, where they use CURVE.
-        stale_reads: how old the rows may be that a follower answers reads with; None: only the leader answers.
-        follower_timeout: a follower that is silent for longer is not waited for any more.
-        force_lead: lead even if acknowledged writes may be lost by it.
+        address: the address at which others reach this server; None for the one it listens on.
+        keys: the CURVE keys for connections to the other servers of the group, if they use CURVE.
+        stale_reads: how old the rows of a follower's answers can be; None if only the leader answers.
+        follower_timeout: answers do not wait for a follower that is silent for longer.
+        force_lead: lead even if that can lose acknowledged writes.
     """
 
     def __init__(
@@ -76,22 +76,22 @@ class Replication:
         self.role = Role.FOLLOWER
         self.term = 0
         self.leader = ""
-        """The address of the leader, as far as it is known."""
+        """The address of the leader; "" if unknown."""
         self.rebuild = ""
         """Why the server must stop and start from the leader's checkpoint, or as a follower."""
         self.promoted: Callable[[], None] = lambda: None
-        """Called when this server has begun to lead."""
+        """Called when this server becomes the leader."""
         self._address, self._keys, self._force_lead = address, keys, force_lead
         self._stale_reads = stale_reads
         self._follower_timeout_s = follower_timeout.total_seconds()
-        self._fresh_at = 0.0  # when this follower last had all that its leader had
+        self._fresh_at = 0.0  # when this follower last had all of its leader's records
         self._handing_over = False
         self._contact_until = 0.0
-        """Until when nobody else can lead, as of a look into the registry that found this server in its role."""
+        """No other server can lead before this time, by the last reading of the registry that confirmed this role."""
         self._deciding = threading.Lock()
-        """Held from a look into the registry to what follows from it."""
+        """Held from reading the registry until the result has taken effect."""
         self._look_now = threading.Event()
-        """The registry has changed, as far as is known here."""
+        """Set when the registry may have changed."""
         self._waits = ""
         self._full = False
         self._state: ShardState | None = None
@@ -100,7 +100,7 @@ class Replication:
     # --- before the server starts -----------------------------------------------------------------------------------
 
     def prepare(self, directory: Path, context: Any) -> None:
-        """Brings the directory to where it can follow the leader, if there is one."""
+        """Prepare the directory so that the server can follow the leader, if there is one."""
         self.directory, self._context = directory, context
         self.terms = Terms.read(directory)
         state, members = self.board.read(), self.board.members()
@@ -112,7 +112,7 @@ class Replication:
             head, _ = self._follow(peer, last, 0.0)
             why = head["problem"]
             if not why and not last and head["last"] > transfer.MANY:
-                why = f"it is empty, and the leader's has {head['last']} records"
+                why = f"it is empty, and the leader's log has {head['last']} records"
             if why:
                 transfer.set_aside(directory, f"this server cannot continue its own log: {why}")
                 number = transfer.take(directory, peer, progress=_progress(members[state.leader]))
@@ -124,9 +124,9 @@ class Replication:
             peer.close()
 
     def give_up_directory(self, damage: DataError) -> bool:
-        """Sets a damaged directory aside where another server leads, which has everything; whether it did.
+        """Move a damaged directory's files aside if another server leads; returns whether it did.
 
-        The name goes with it: one that is in sync as far as the registry knows must not lead without its rows.
+        The name is moved as well: a server that the registry lists as in sync must not lead without its rows.
         """
         state, members = self.board.read(), self.board.members()
         if state is None or state.leader == self.name or state.leader not in members:
@@ -137,7 +137,7 @@ class Replication:
         return True
 
     def attach(self, engine: Engine, backlog: Backlog, writes: Writes, stop: Callable[[str], None]) -> None:
-        """The parts of the server that this uses; ``stop`` ends it, with the reason."""
+        """Set the server's components; ``stop`` ends the server, with a reason."""
         self._engine, self._backlog, self._writes, self._stop = engine, backlog, writes, stop
         assert engine.log is not None
         self.feed = Feed(
@@ -150,36 +150,38 @@ class Replication:
         assert self._engine.log is not None
         return self._engine.log.next_number - 1
 
-    # --- what the server asks ---------------------------------------------------------------------------------------
+    # --- calls from the server ---------------------------------------------------------------------------------------
 
     def may_answer(self) -> bool:
-        """Whether a write may be acknowledged, and a read answered: this server leads, and nobody else can by now."""
+        """Whether this server can answer reads and writes: it leads, and no other server can lead yet."""
         return self.role is Role.LEADER and not self.rebuild and self.in_contact()
 
     def in_contact(self) -> bool:
-        """Whether the registry has confirmed this server's role so recently that nobody else can lead."""
+        """Whether the registry has confirmed this server's role so recently that no other server can lead."""
         return time.monotonic() < self._contact_until and self.board.is_member()
 
     def refusal(self, request: Request) -> Reply | None:
-        """The answer to a request that this server must not serve now, or need not."""
+        """The reply to a request that this server must not serve now; None if it can serve it."""
         if request.op in ANYBODY:
             return None
         shard = self._engine.shard.index
         if self.role is Role.LEADER and not self.rebuild:
             if self._handing_over and (request.op.writes or request.op == Op.CHECKPOINT):
                 return error_reply(request.request, Status.UNAVAILABLE, f"shard {shard} is being handed over")
-            if request.op != Op.CHECKPOINT and not self.in_contact():  # reads could miss what others acknowledged
+            if (
+                request.op != Op.CHECKPOINT and not self.in_contact()
+            ):  # reads could miss writes that another leader acknowledged
                 text = f"shard {shard}: this server has lost contact with the registry, and another one may lead"
                 return Reply(Status.NOT_LEADER, request.request, 0, [text.encode(), b""])
             return None
         if request.op == Op.CHECKPOINT and not len(request.values):
-            return None  # of its own rows; one that is kept by name is kept by the whole group
+            return None  # a checkpoint of its own rows; the group shares those kept by name
         if self._reads_stale():
             if not request.op.writes and request.op != Op.CHECKPOINT:
                 return None
-            if request.op == Op.CREATE and self._engine.shard.has(request):  # a reader opens a table that is there
+            if request.op == Op.CREATE and self._engine.shard.has(request):  # a reader opens an existing table
                 return Reply(Status.OK, request.request, self._engine.shard.version, [])
-        where = f"; {self.leader} leads" if self.leader else "; nobody leads yet"
+        where = f"; {self.leader} leads" if self.leader else "; no server leads yet"
         text = f"shard {shard}: this server is a follower{where}"
         return Reply(Status.NOT_LEADER, request.request, 0, [text.encode(), self.leader.encode()])
 
@@ -192,23 +194,23 @@ class Replication:
         return self.lag_s() <= self._stale_reads.total_seconds()
 
     def lag_s(self) -> float:
-        """How long ago this server had every record that its leader had; 0 for the leader."""
+        """The time since this server last had all of its leader's records; 0 for the leader."""
         return 0.0 if self.role is Role.LEADER else time.monotonic() - self._fresh_at
 
     def info(self) -> dict[str, Any]:
         in_sync = list(self._state.in_sync) if self._state is not None else []
-        told: dict[str, Any] = {
+        info: dict[str, Any] = {
             "role": self.role.value, "name": self.name, "term": self.term, "leader": self.leader, "in_sync": in_sync,
             "ack": self.ack.value,
         }  # fmt: skip
         if self.role is Role.LEADER:
-            told["follower_lag"] = self.feed.lag()
+            info["follower_lag"] = self.feed.lag()
         else:
-            told["lag_s"] = round(min(self.lag_s(), 1e9), 3)
-        return told
+            info["lag_s"] = round(min(self.lag_s(), 1e9), 3)
+        return info
 
     def gauges(self) -> dict[str, Any]:
-        """For Prometheus."""
+        """The gauges for Prometheus."""
         leads = self.role is Role.LEADER
         lags = self.feed.lag() if leads else {}
         return {
@@ -221,7 +223,7 @@ class Replication:
         }
 
     def ask(self, waiting: Waiting) -> None:
-        """A follower asks for records."""
+        """Handle a follower's request for records."""
         self.feed.ask(waiting)
 
     def give(self, request: Request) -> list[Any]:
@@ -234,7 +236,7 @@ class Replication:
     # --- the threads ------------------------------------------------------------------------------------------------
 
     def coordinate(self, stopped: threading.Event, address: str) -> None:
-        """Keeps to the registry's state; the thread's loop."""
+        """Follow the registry's state; the loop of a thread."""
         address = self._address or address
         away = False
         while not stopped.is_set() and not self.rebuild:
@@ -244,7 +246,7 @@ class Replication:
                     lease_s = self.board.join(self.name, address)
                     state, members = self.board.read(), self.board.members()
                     if away:
-                        log.warning("shard %d: the registry answers again", self._engine.shard.index)
+                        log.warning("shard %d: the registry can be reached again", self._engine.shard.index)
                     away = False
                     self._state = state
                     if self.role is Role.LEADER:
@@ -255,7 +257,7 @@ class Replication:
                         self._contact_until = begin + lease_s
             except ShoalError as error:
                 log.error("%s", error)
-            except Exception as error:  # whatever a registry's client raises while it is away
+            except Exception as error:  # a registry's client can raise anything
                 if isinstance(error, OSError) and error.errno in FULL:
                     log.error("shard %d: %s is full: %s", self._engine.shard.index, self.directory, error)
                 elif not away:
@@ -266,7 +268,7 @@ class Replication:
 
     def _keep_leading(self, state: ShardState | None) -> None:
         if state is None or state.leader != self.name or state.term != self.term:
-            self._step_down(f"term {self.term} is over: {state.leader if state else 'nobody'} leads the shard now")
+            self._step_down(f"term {self.term} is over: {state.leader if state else 'no server'} leads the shard now")
             return
         now, feed = time.monotonic(), self.feed
         for follower, known in list(feed.followers.items()):
@@ -303,13 +305,13 @@ class Replication:
         self._state = state
 
     def _is_late(self, follower: Follower, now: float) -> bool:
-        """Whether a follower is silent, or asks for the same records again and again."""
-        return now - follower.heard > self._follower_timeout_s or (
+        """Whether a follower is silent, or keeps asking for the same records."""
+        return now - follower.heard_at > self._follower_timeout_s or (
             follower.after < self._last() and now - follower.moved > 2 * self._follower_timeout_s
         )
 
     def _is_near(self, follower: Follower, now: float) -> bool:
-        """Whether answers may begin to wait for a follower: it stores what it gets at once, or cannot come nearer."""
+        """Whether replies can begin to wait for a follower: it stores records quickly, or stays within `NEAR`."""
         if self._last() - follower.after > NEAR:
             follower.near_since = now
         return follower.round_s <= SHORT_S or now - follower.near_since > self._follower_timeout_s
@@ -317,7 +319,7 @@ class Replication:
     def _keep_following(self, state: ShardState | None, members: dict[str, str]) -> None:
         self.leader = members.get(state.leader, "") if state is not None and state.leader != self.name else ""
         if state is not None and state.leader == self.name and state.term > self.term and self.term:
-            self._lead(state.term, "the leader before handed the shard over")
+            self._lead(state.term, "the previous leader handed the shard over")
             return
         after, why = claim(state, self.name, members)
         if after is None and self._force_lead and state is not None and state.leader not in members:
@@ -357,7 +359,7 @@ class Replication:
         farewell.start()
 
     def follow(self, stopped: threading.Event) -> None:
-        """Asks the leader for records and applies them; the thread's loop."""
+        """Request records from the leader and apply them; the loop of a thread."""
         peer: Peer | None = None
         try:
             while not stopped.is_set() and not self.rebuild and self.role is not Role.LEADER:
@@ -381,22 +383,22 @@ class Replication:
                 peer.close()
 
     def _wait_for_room(self, error: OSError, stopped: threading.Event) -> None:
-        """A follower whose disk is full stays where it is, and is not waited for, until there is room."""
+        """Pause a follower whose disk is full until there is room; answers do not wait for it."""
         if error.errno not in FULL:
             raise error
         assert self._engine.log is not None
         self._engine.log.sync()
         if not self._full:
-            log.error("shard %d: %s has no room for the leader's log (%s); it follows again when there is",
+            log.error("shard %d: %s has no room for the leader's log (%s); it resumes when there is room",
                       self._engine.shard.index, self.directory, error.strerror)  # fmt: skip
         self._full = True
         stopped.wait(ROOM_EVERY_S)
 
-    def _take_some(self, peer: Peer, go_on: Callable[[], bool]) -> None:
+    def _take_some(self, peer: Peer, keep_waiting: Callable[[], bool]) -> None:
         engine = self._engine
         assert engine.log is not None
         asked = time.monotonic()
-        head, data = self._follow(peer, engine.log.durable_number, ASK_S, go_on)
+        head, data = self._follow(peer, engine.log.durable_number, ASK_S, keep_waiting)
         if self.role is Role.LEADER:
             return
         if head["problem"]:
@@ -404,7 +406,7 @@ class Replication:
             return
         if head.get("next") == self.name:
             self._look_now.set()
-            time.sleep(0.02)  # until this server leads; meanwhile there is nothing to take
+            time.sleep(0.02)  # this server is about to lead; there are no records to take
             return
         self._use_terms(head)
         self.term = max(self.term, self.terms.newest)
@@ -419,20 +421,20 @@ class Replication:
                 time.sleep(TICK_S / 4)  # until a checkpoint is written
         engine.log.sync()
         if todo_count and self._full:
-            log.warning("shard %d: there is room again; it follows", engine.shard.index)
+            log.warning("shard %d: there is room again; it resumes following", engine.shard.index)
             self._full = False
         if self._last() >= head["last"]:
             self._fresh_at = asked
 
     def _apply(self, todo: list[tuple[int, bytes, memoryview, memoryview]]) -> int | None:
-        """In the thread of writes; None where this server has begun to lead."""
+        """Apply records in the thread of writes; None if this server has begun to lead."""
         return None if self.role is Role.LEADER else self._engine.take(todo, self._writes.begin_marked)
 
     def _follow(
-        self, peer: Peer, after: int, wait_s: float, go_on: Callable[[], bool] = lambda: True
+        self, peer: Peer, after: int, wait_s: float, keep_waiting: Callable[[], bool] = lambda: True
     ) -> tuple[dict[str, Any], memoryview]:
         wish = {"name": self.name, "after": after, "terms": self.terms.spans, "wait_s": wait_s}
-        reply = peer.ask(Op.FOLLOW, wish, wait_s + 4.0, go_on)
+        reply = peer.ask(Op.FOLLOW, wish, wait_s + 4.0, keep_waiting)
         head, data = reply.payload
         return json.loads(bytes(head)), memoryview(data).cast("B")
 
@@ -445,10 +447,10 @@ class Replication:
     # --- a planned change -------------------------------------------------------------------------------------------
 
     def hand_over(self, seconds: float = 10.0) -> str:
-        """Gives the lead to a follower that is in sync; its name. Writes wait meanwhile.
+        """Hand the lead to a follower that is in sync and return its name. Writes wait in the meantime.
 
         Raises:
-            PeerError: nobody is in sync, or nobody caught up in time; this server goes on leading.
+            PeerError: no follower is in sync, or none caught up in time; this server remains the leader.
         """
         state = self._state
         others = [name for name in (state.in_sync if state is not None else ()) if name != self.name]
@@ -463,7 +465,7 @@ class Replication:
                     known = self.feed.followers.get(name)
                     if known is not None and known.after >= last and not self.feed.waiting:
                         with self._deciding:
-                            self._contact_until = 0.0  # from here on the other one may lead
+                            self._contact_until = 0.0  # from here on the other server can lead
                             if self.board.change(state, handed_over(state, name)):
                                 self.feed.hand_over(name)
                                 self.leader = self.board.members().get(name, "")
@@ -475,7 +477,7 @@ class Replication:
         finally:
             if not self.rebuild:
                 self._handing_over = False
-        raise PeerError(f"no follower of {self.name} had all records within {seconds:g} s; it goes on leading")
+        raise PeerError(f"no follower of {self.name} had all records within {seconds:g} s; {self.name} still leads")
 
     def close(self) -> None:
         self.feed.end()
@@ -483,13 +485,13 @@ class Replication:
         self.leave()
 
     def leave(self) -> None:
-        """Ends this server's membership, also where it could not start."""
+        """End this server's membership, even if it could not start."""
         with contextlib.suppress(Exception):
             self.board.close()
 
 
 def server_name(directory: Path) -> str:
-    """The name of the server that serves from a directory, made once. Another directory is another server."""
+    """The name of the server of a directory, created on first use. Another directory is another server."""
     path = directory / "name"
     try:
         return path.read_text().strip()
@@ -501,12 +503,12 @@ def server_name(directory: Path) -> str:
 
 
 def _progress(address: str) -> Callable[[int, int], None]:
-    told = time.monotonic()
+    logged = time.monotonic()
 
-    def tell(done: int, total: int) -> None:
-        nonlocal told
-        if time.monotonic() - told > 5:
-            told = time.monotonic()
-            log.info("%d of %d MB of the checkpoint of %s", done >> 20, total >> 20, address)
+    def report(done: int, total: int) -> None:
+        nonlocal logged
+        if time.monotonic() - logged > 5:
+            logged = time.monotonic()
+            log.info("copied %d of %d MB of the checkpoint from %s", done >> 20, total >> 20, address)
 
-    return tell
+    return report

@@ -1,4 +1,4 @@
-"""Which leader wrote which part of a log: its terms, each from its first record on."""
+"""The terms of a log: which leader wrote which records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Terms:
 
     @classmethod
     def of(cls, given: Any) -> Terms:
-        """From JSON; raises `DataError` for what is not a list of terms."""
+        """Build from JSON; raises `DataError` if it is not a list of terms."""
         try:
             spans = tuple((int(term), int(first)) for term, first in given)
         except (TypeError, ValueError, OverflowError):
@@ -33,7 +33,7 @@ class Terms:
 
     @classmethod
     def read(cls, directory: Path) -> Terms:
-        """Of a server's directory; none where it has never been part of a group."""
+        """Read from a server's directory; empty if it was never part of a group."""
         try:
             return cls.of(json.loads((directory / FILE).read_text()))
         except FileNotFoundError:
@@ -46,16 +46,16 @@ class Terms:
 
     @property
     def newest(self) -> int:
-        """0 before the first."""
+        """The newest term; 0 if there is none."""
         return self.spans[-1][0] if self.spans else 0
 
     def begin(self, term: int, first: int) -> Terms:
-        """With another term, whose leader writes records from ``first`` on. A term without records is left out."""
+        """Add a term whose leader writes records from ``first`` on. Terms without records are dropped."""
         kept = tuple(span for span in self.spans if span[1] < first)
         return Terms((*kept, (term, first)))
 
     def last_of(self, term: int) -> int | None:
-        """The number of the last record of a term that is over; None for the newest."""
+        """The number of the last record of a term; None for the newest term."""
         for (number, _), (_, following) in pairwise(self.spans):
             if number == term:
                 return following - 1

@@ -1,4 +1,4 @@
-"""A checkpoint from one server to another: what the leader gives out, and how a server without one gets it."""
+"""Copies a checkpoint from the leader to a server that has none."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ log = logging.getLogger("shoal.ps")
 
 CHUNK_BYTES = 8 << 20
 MANY = 20_000
-"""A server with an empty disk takes a checkpoint, and a new one, rather than replay more records than this."""
+"""An empty server copies a checkpoint, and a leader writes a new one, rather than replay more records than this."""
 ANSWER_S = 60.0
 _FOLDER = re.compile(r"(checkpoint-\d{16,}|kept-[A-Za-z0-9_]+-[A-Za-z0-9_]+)")
 _FILE = re.compile(r"[A-Za-z0-9_.\-]+")
 
 
 def give(directory: Path, wish: dict[str, Any], last: int, checkpoint: Callable[[], str]) -> list[Any]:
-    """The answer to FETCH: ``{}`` asks which files there are, ``{"file", "offset"}`` for a part of one.
+    """The answer to FETCH: for ``{}`` the list of files, for ``{"file", "offset"}`` a part of one.
 
-    ``checkpoint`` is called where there is no checkpoint, or the newest is more than `MANY` records before ``last``.
+    ``checkpoint`` is called if there is no checkpoint, or the newest is more than `MANY` records before ``last``.
     """
     if not wish:
         whole = series(directory).whole()
@@ -55,7 +55,7 @@ def give(directory: Path, wish: dict[str, Any], last: int, checkpoint: Callable[
 
 
 def listed_files(answer: bytes, leader: str) -> dict[str, dict[str, int]]:
-    """The folders of a leader's answer with their files and sizes; `DataError` where no checkpoint has such files."""
+    """Check and return the folders in a leader's answer, with their files and sizes."""
     try:
         listed = json.loads(answer)
         for folder, files in listed.items():
@@ -63,19 +63,21 @@ def listed_files(answer: bytes, leader: str) -> dict[str, dict[str, int]]:
                 raise DataError(f"{leader} lists a folder {folder!r:.80} that is not a checkpoint")
             for file, size in files.items():
                 if not _FILE.fullmatch(file) or file in (".", "..") or type(size) is not int or size < 0:
-                    raise DataError(f"{leader} lists a file {file!r:.80} of {size!r:.40} bytes that no checkpoint has")
+                    raise DataError(
+                        f"{leader} lists a file {file!r:.80} of {size!r:.40} bytes, which no checkpoint can have"
+                    )
     except (ValueError, AttributeError, RecursionError) as error:
-        raise DataError(f"{leader} lists no files of checkpoints ({error}): {answer[:80]!r}") from None
+        raise DataError(f"{leader}: its list of checkpoint files is malformed ({error}): {answer[:80]!r}") from None
     return listed
 
 
 def take(directory: Path, peer: Peer, *, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
-    """Brings the leader's newest checkpoint, and those that it keeps by name, into an empty directory; its number.
+    """Copy the leader's newest checkpoint, and its kept ones, into an empty directory; returns the newest's number.
 
-    A folder gets its name when all of it is there and fits its digests.
+    A folder gets its name when it is complete and matches its digests.
 
     Raises:
-        DataError: what came is damaged.
+        DataError: the copy is damaged.
         PeerError, DeadlineError: the leader does not answer.
     """
     listed = listed_files(bytes(peer.ask(Op.FETCH, {}, 600.0).payload[0]), peer.address)
@@ -106,8 +108,7 @@ def take(directory: Path, peer: Peer, *, progress: Callable[[int, int], None] = 
 
 
 def set_aside(directory: Path, why: str, *, identity: bool = False) -> None:
-    """Moves everything of a server's directory that belongs to its rows into a folder in it, with ``identity`` also its
-    name."""
+    """Move the files that hold a server's rows, with ``identity`` also its name, into a sub-folder of its directory."""
     begins = ("checkpoint-", "kept-", "released-", "log-", "terms", "damaged-", *(("name",) if identity else ()))
     found = [path for path in directory.iterdir() if path.name.startswith(begins)]
     if not found:
@@ -117,16 +118,16 @@ def set_aside(directory: Path, why: str, *, identity: bool = False) -> None:
     for path in found:
         move_folder(path, aside / path.name)
     (aside / "why.txt").write_text(why + "\n")
-    log.warning("%s; what was in %s is kept in %s until you remove it", why, directory, aside)
+    log.warning("%s; the files of %s were moved to %s, remove them when you no longer need them", why, directory, aside)
 
 
 def last_record(directory: Path) -> int:
-    """The number of the last record that a directory has, in its log or in its newest checkpoint; 0 without any."""
+    """The number of a directory's last record, in its log or in its newest checkpoint; 0 if it has none."""
     whole = series(directory).whole()
     last = whole[-1].number if whole else 0
     files = log_files(directory)
     if files:
-        with contextlib.suppress(DataError):  # what is wrong with it is told when it is loaded
+        with contextlib.suppress(DataError):  # damage is reported when the log is loaded
             for number, *_ in replay(directory, max(last, files[-1][0] - 1), cut=False):
                 last = max(last, number)
             last = max(last, files[-1][0] - 1)

@@ -1,4 +1,4 @@
-"""Requests that wait for a thread, and the way of their answers back to the thread that owns the network socket."""
+"""Requests that wait for a thread, and the channel for replies to the thread that owns the network socket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADDRESS = "inproc://replies"
 
 
 class Waiting(NamedTuple):
-    """A request that was taken in: who asked (a connection, or a function of the server), what, and its bytes."""
+    """An accepted request: its sender (a connection, or a function of the server), the request, and its size."""
 
     target: bytes | Callable[[Reply], None]
     request: Request
@@ -24,9 +24,9 @@ class Waiting(NamedTuple):
 
 
 class Backlog:
-    """Two queues, for reads and for writes, and a count of what was taken in and has no answer yet.
+    """Queues of reads and writes, and a count of the accepted requests that have no reply yet.
 
-    None in a queue ends one thread that reads it.
+    None in a queue ends one of the threads that read it.
     """
 
     def __init__(self, zmq: Any, context: Any, metrics: Metrics) -> None:
@@ -40,20 +40,20 @@ class Backlog:
         self._lock = threading.Lock()
 
     def add(self, target: bytes | Callable[[Reply], None], request: Request, size: int = 0) -> None:
-        """Takes a request in. Checkpoints are ordered with the writes."""
+        """Accept and queue a request. Checkpoints are ordered with the writes."""
         waiting = self.take_in(target, request, size)
         queue = self.writes if request.op.writes or request.op == Op.CHECKPOINT else self.reads
         queue.put(waiting)
 
     def take_in(self, target: bytes | Callable[[Reply], None], request: Request, size: int = 0) -> Waiting:
-        """Puts a request on the books, until `answer`."""
+        """Count a request as pending until `answer`."""
         with self._lock:
             self.queued_bytes += size
             self.pending += 1
         return Waiting(target, request, size)
 
     def replies(self) -> Any:
-        """The socket on which answers come, for the thread that owns the network socket."""
+        """The socket that receives replies, for the thread that owns the network socket."""
         socket = self._context.socket(self._zmq.PULL)
         socket.setsockopt(self._zmq.RCVHWM, 0)
         socket.bind(ADDRESS)
@@ -61,7 +61,7 @@ class Backlog:
 
     @contextlib.contextmanager
     def outlet(self) -> Iterator[Any]:
-        """Another thread's way to send answers there."""
+        """A socket with which another thread sends replies to the socket of `replies`."""
         socket = self._context.socket(self._zmq.PUSH)
         socket.setsockopt(self._zmq.SNDHWM, 0)
         socket.setsockopt(self._zmq.LINGER, 1000)
@@ -72,7 +72,7 @@ class Backlog:
             socket.close()
 
     def answer(self, outlet: Any, waiting: Waiting, reply: Reply) -> None:
-        """Sends the answer of a request and takes it off the books."""
+        """Send the reply to a request, which is then no longer pending."""
         target, request, size = waiting
         seconds = time.perf_counter() - request.arrived
         self.metrics.done(request.op.name, reply.status.name, seconds, sum(request.counts))
@@ -87,7 +87,7 @@ class Backlog:
 
 
 def expired(request: Request) -> Reply | None:
-    """The answer to a request whose sender has given up."""
+    """The reply to a request whose sender has given up waiting; None if it has not."""
     if request.deadline_ms and (time.perf_counter() - request.arrived) * 1000 > request.deadline_ms:
-        return error_reply(request.request, Status.EXPIRED, "the request waited longer than its sender would")
+        return error_reply(request.request, Status.EXPIRED, "the request waited longer than its deadline")
     return None

@@ -1,4 +1,4 @@
-"""Checkpoints of one shard: a series of sealed folders, the newest whole one of which a server comes back from."""
+"""Checkpoints of one shard: a series of sealed folders. A server recovers from the newest intact one."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ UNSEALED_FORMAT = 1  # of version 0.1: without digests
 
 
 def series(directory: Path) -> Series:
-    """The checkpoints ``checkpoint-<number>`` of a directory, ``number`` being the last log record inside."""
+    """The folders ``checkpoint-<number>`` of a directory; ``number`` is that of the last log record in it."""
     return Series(directory, "checkpoint-", 16)
 
 
 class Checkpoints:
-    """The checkpoints of a server's directory; ``keep`` whole ones stay, and the log since the oldest of them."""
+    """The checkpoints in a server's directory. It keeps ``keep`` intact ones, and the log since the oldest of them."""
 
     def __init__(self, directory: Path, keep: int = 2) -> None:
         self.directory = directory
         self.keep = max(2, keep)
         self._series = series(directory)
-        self._ours: set[int] = set()  # that this process has loaded or written
+        self._ours: set[int] = set()  # loaded or written by this process
         directory.mkdir(parents=True, exist_ok=True)
 
     def newest(self) -> int:
-        """The number of the newest checkpoint, whole or not; 0 without one. An empty folder never was one."""
+        """The number of the newest checkpoint, damaged or not; 0 if there is none. Empty folders do not count."""
         found = self._series.all()
         return max((each.number for each in found if os.listdir(each.path)), default=0)
 
     def age_s(self) -> float | None:
-        """Seconds since the newest checkpoint was written, None without one."""
+        """Seconds since the newest checkpoint was written; None if there is none."""
         times = []
         for each in self._series.all():
             with contextlib.suppress(OSError):
@@ -56,13 +56,13 @@ class Checkpoints:
         return time.time() - max(times) if times else None
 
     def log_needed_from(self) -> int:
-        """The first record that is needed where the newest checkpoint is found damaged; all of them before there are
-        two."""
+        """The first log record needed if the newest checkpoint turns out to be damaged; 0 (all of them) if there
+        are fewer than two checkpoints."""
         whole = self._series.whole()
         return whole[0].number + 1 if len(whole) > 1 else 0
 
     def save(self, snapshot: ShardSnapshot) -> Path:
-        """Writes a snapshot, under the name of the last write in it. Writes to the shard may continue."""
+        """Write a snapshot, named after the last write in it. Writes to the shard can continue."""
         path = Path(self._series.path(snapshot.number))
         if snapshot.number in self._ours and path.exists():  # nothing has been written since
             return path
@@ -76,13 +76,13 @@ class Checkpoints:
         return path
 
     def load(self, shard: Shard, streams: Streams, *, log_from: int | None) -> int:
-        """Loads the newest whole checkpoint into an empty shard; the number of its last write, 0 without one.
+        """Load the newest intact checkpoint into an empty shard; returns the number of its last write, 0 if none.
 
-        One that is damaged is passed over, with a message; the log goes back to the one before it. Without a whole one
-        the log alone will do where ``log_from``, its first record, is 1.
+        Damaged ones are skipped with a logged message: the log reaches back to the previous one. If none is intact, the
+        log is enough if ``log_from``, the number of its first record, is 1.
 
         Raises:
-            DataError: there are checkpoints and none is whole, or the newest whole one is of another shard.
+            DataError: there are checkpoints but none is intact, or the newest intact one is of another shard.
         """
         self._remove_drafts()
         loaded: tuple[Checkpoint, dict[str, HashTable]] | None
@@ -91,7 +91,7 @@ class Checkpoints:
         except DataError as error:
             if log_from != 1 or not all(map(_is_damaged, self._series.all())):
                 raise
-            log.error("%s; the log, which goes back to the first write, is used instead", error)
+            log.error("%s; the log, which begins with the first write, is used instead", error)
             return 0
         if loaded is None:
             return 0
@@ -105,7 +105,7 @@ class Checkpoints:
         return checkpoint["number"]
 
     def set_aside_after(self, number: int) -> None:
-        """Renames the checkpoints after ``number``, which are damaged, so that they do not count as whole ones."""
+        """Rename the checkpoints after ``number``, which are damaged, so that they do not count as intact."""
         for damaged in self._series.numbers():
             if damaged > number:
                 self._set_aside(damaged)
@@ -115,22 +115,22 @@ class Checkpoints:
         aside = self.directory / f"damaged-{os.path.basename(path)}-{secrets.token_hex(4)}"
         with contextlib.suppress(OSError):
             move_folder(path, aside)
-            log.error("checkpoint %s is kept as %s; remove it when nobody needs it", path, aside)
+            log.error("checkpoint %s is kept as %s; remove it when it is no longer needed", path, aside)
 
     def _remove_drafts(self) -> None:
-        for pattern in (".tmp-*", "draft-*"):  # the second of version 0.1
+        for pattern in (".tmp-*", "draft-*"):  # the second is from version 0.1
             for draft in self.directory.glob(pattern):
                 shutil.rmtree(draft, ignore_errors=True)
 
 
 class Checkpoint:
-    """The manifest of a checkpoint, checked. Its fields are those of `ShardSnapshot.save`."""
+    """The checked manifest of a checkpoint. Its fields are those of `ShardSnapshot.save`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Reads a checkpoint's manifest.
+        """Read a checkpoint's manifest.
 
         Raises:
-            DataError: it is damaged, a file is missing, or it is of another version. The error names the file.
+            DataError: it is damaged, a file is missing, or its version is not supported. The error names the file.
         """
         self.path = Path(path)
         saved = self._read()
@@ -139,7 +139,7 @@ class Checkpoint:
         self.fields = saved.fields
         if self.fields.get("format") not in (FORMAT, UNSEALED_FORMAT):
             raise DataError(
-                f"{saved.manifest} has format {self.fields.get('format')!r:.40}, this version reads formats "
+                f"{saved.manifest} has format {self.fields.get('format')!r:.40}, but this version reads formats "
                 f"{UNSEALED_FORMAT} and {FORMAT}"
             )
         for name, kind in _FIELDS.items():
@@ -169,13 +169,13 @@ class Checkpoint:
         return self.fields[name]
 
     def verify(self, name: str) -> None:
-        """Reads the files of a table and raises `DataError` for one that is damaged. Version 0.1 had no digests."""
+        """Read the files of a table; raises `DataError` if one is damaged. Version 0.1 wrote no digests."""
         if self.saved is not None:
             base = self.tables[name]["file"]
             self.saved.verify(file for file in self.saved.files if file.startswith((f"{base}-", f"{base}.")))
 
     def table(self, name: str, spec: dict[str, Any] | None = None) -> HashTable:
-        """One of its tables, with the settings of ``spec`` or those that it had."""
+        """One of its tables, with the settings of ``spec``, or its saved settings by default."""
         entry = self.tables[name]
         spec = entry["spec"] if spec is None else spec
         try:
@@ -187,7 +187,7 @@ class Checkpoint:
             raise
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{self.path / 'manifest.json'}: table {name!r} cannot be made from it ({error})"
+                f"{self.path / 'manifest.json'}: table {name!r} cannot be created from it ({error})"
             ) from error
         table._native.raise_max_update_time(entry["max_update_time"])
         table._native.set_calls(entry["calls"])
@@ -206,19 +206,19 @@ def _load(path: str, shard: Shard) -> tuple[Checkpoint, dict[str, HashTable]]:
     checkpoint = Checkpoint(path)
     if (checkpoint["shard"], checkpoint["of"]) != (shard.index, shard.of):
         raise DataError(
-            f"checkpoint {path} is of shard {checkpoint['shard']} of {checkpoint['of']}, this server is shard "
+            f"checkpoint {path} is of shard {checkpoint['shard']} of {checkpoint['of']}, but this server is shard "
             f"{shard.index} of {shard.of}; use `shoal ps reshard`"
         )
     try:
         Streams().load(checkpoint["streams"], checkpoint.fields.get("answers", {}))
     except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}/manifest.json: what it says of workers cannot be read ({error})") from error
+        raise DataError(f"{path}/manifest.json: its entries for workers cannot be read ({error})") from error
     return checkpoint, {name: checkpoint.table(name) for name in checkpoint.tables}
 
 
 def _verify(found: Found) -> None:
-    """Raises a `DataError` for a damaged checkpoint. What version 0.1 wrote has no digests: what cannot be loaded is
-    damaged, unless it is of another shard."""
+    """Raise `DataError` for a damaged checkpoint. Checkpoints of version 0.1 have no digests: one that cannot be
+    loaded counts as damaged, unless it is of another shard."""
     checkpoint = Checkpoint(found.path)
     if checkpoint.saved is not None:
         checkpoint.saved.verify()

@@ -1,4 +1,4 @@
-"""The lock of a server's directory: one process serves from it, or any number read it."""
+"""The lock of a server's directory: one process can serve from it, or any number can read it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 from shoal.errors import ConfigError
 
-WAIT_S = 10.0  # for the process that served from a directory before
+WAIT_S = 10.0  # how long to wait for the previous server of a directory to end
 
 
 def lock(directory: Path, *, shared: bool = False, wait_s: float | None = None) -> int:
-    """A file descriptor that holds the lock until it is closed, at the latest when the process ends.
+    """Lock a directory; returns a file descriptor that holds the lock until it is closed or the process ends.
 
     Raises:
-        ConfigError: another process serves from the directory, or (unless ``shared``) reads it, for longer than
-            ``wait_s``.
+        ConfigError: for longer than ``wait_s``, another process serves from the directory or (unless ``shared``)
+        reads it.
     """
     try:
         fd = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -45,9 +45,9 @@ def lock(directory: Path, *, shared: bool = False, wait_s: float | None = None) 
 
 @contextlib.contextmanager
 def not_served(directory: Path) -> Iterator[None]:
-    """No server starts in a directory meanwhile; `ConfigError` where one serves from it now.
+    """Keep servers from starting in a directory inside the ``with`` block; `ConfigError` if one is running.
 
-    A folder that nobody can write to, such as a copy on a read-only file system, has no server.
+    A read-only folder, such as a copy on a read-only file system, cannot have a server and is not locked.
     """
     if not os.access(directory, os.W_OK) and not (directory / "lock").exists():
         yield

@@ -1,4 +1,4 @@
-"""One shard with its memory of writes and its log: what a server does to a batch of writes, and how it comes back."""
+"""One shard with its write history and its log: how a server applies a batch of writes, and how it recovers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ log = logging.getLogger("shoal.ps")
 
 UNORDERED = bytes(16)
 FULL_FOR_S = 10.0
-"""How long a server counts as full after a write for which the disk had no room; workers try again all the time."""
-FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk without room says
-ROOM_EVERY_S = 1.0  # between two looks at whether it has room again
-IDEMPOTENT = (Op.INSERT, Op.CREATE, Op.EVICT)  # twice is as good as once, so they need no place in a stream
+"""How long a server counts as full after a write failed on a full disk. Workers keep retrying meanwhile."""
+FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk
+ROOM_EVERY_S = 1.0  # between two checks for free space
+IDEMPOTENT = (Op.INSERT, Op.CREATE, Op.EVICT)  # replaying one has no effect, so they need no number in a stream
 
 
 class Durability(StrEnum):
@@ -48,13 +48,13 @@ class Durability(StrEnum):
     CHECKPOINT = "checkpoint"
     """Everything up to the last checkpoint."""
     LOG = "log"
-    """Everything that was acknowledged: a write is on the disk before its reply."""
+    """Everything that was acknowledged: a write is on the disk before its reply is sent."""
 
 
 class Engine:
-    """The writes of one shard, in one order. One thread at a time calls `apply` and `begin_checkpoint`.
+    """Applies the writes of one shard, in order. Only one thread at a time may call `apply` and `begin_checkpoint`.
 
-    A checkpoint is begun between two writes; another thread may finish it while writes continue.
+    A checkpoint begins between two writes; another thread can finish it while writes continue.
     """
 
     def __init__(
@@ -74,26 +74,26 @@ class Engine:
         self.duplicates = 0
         self.recovered_records = 0
         self.logged: Callable[[], None] = lambda: None
-        """Called when a write is in the log and not applied yet: the wait for the disk may begin."""
+        """Called when a write is in the log but not applied yet, so that the wait for the disk can begin."""
         self.base: Stamp | None = None
-        """The stamp of the checkpoint that the server came back from; what its log has since then is of this run."""
+        """The stamp of the checkpoint that the server recovered from. Later log records belong to this run."""
         self.loaded: Callable[[], None] = lambda: None
-        """Called by `recover` when the checkpoint is loaded and the log is not."""
+        """Called by `recover` after the checkpoint is loaded and before the log is replayed."""
         self.read_only = ""
-        """Why writes are refused until there is room on the disk; empty while they are not."""
+        """Why writes are refused until the disk has free space; empty while they are accepted."""
         self._full_at = -FULL_FOR_S
         self.marks_checkpoints = False
-        """Whether a checkpoint that is kept by name has a record in the log, so that followers keep it, too."""
+        """Whether a checkpoint that is kept by name is recorded in the log, so that followers keep it too."""
         self.retain: Callable[[], int | None] = lambda: None
         """The first log record that a follower still needs."""
         self._outcomes = Outcomes(shard)
         self._held: tuple[int, Request] | None = None
-        """The last write of the log: what it did to the rows of others comes next, and it is applied then."""
+        """The last write read from the log. The next record says which rows it evicted, so it is applied after that."""
         self._follows = False
         self._room_at = 0.0
         self._lock = -1
         self._snapshot: ShardSnapshot | None = None
-        self._offset = 0  # from the shard's version to the number of a checkpoint, where no log counts
+        self._offset = 0  # from the shard's version to the number of a checkpoint, if there is no log
         if directory is not None:
             self.checkpoints = Checkpoints(Path(directory), keep=keep_checkpoints)
             self.kept = Kept(Path(directory))
@@ -101,7 +101,7 @@ class Engine:
             raise ConfigError(f"durability {self.durability.value!r} needs a directory to keep its files in")
 
     def lock(self) -> None:
-        """Keeps the directory to this process until `close` or its end; one that is going has a moment to go."""
+        """Lock the directory until `close` or the end of the process; waits briefly for a server that is ending."""
         if self.checkpoints is not None:
             try:
                 self._lock = directory_lock.lock(self.checkpoints.directory)
@@ -109,7 +109,7 @@ class Engine:
                 raise ConfigError(f"shard {self.shard.index}: {error}") from None
 
     def recover(self) -> None:
-        """Loads the newest whole checkpoint and replays the log behind it; then the log continues."""
+        """Load the newest intact checkpoint, replay the log after it, and open the log for appending."""
         if self.checkpoints is None:
             self.loaded()
             return
@@ -126,7 +126,7 @@ class Engine:
             way_out = f", or continue from write {last} with --durability checkpoint" if loaded else ""
             raise DataError(
                 f"shard {self.shard.index}: the checkpoint of write {newest} in {self.checkpoints.directory} is "
-                f"damaged, and the log has no writes {last + 1} to {newest}; bring the folder back from a copy{way_out}"
+                f"damaged, and the log has no writes {last + 1} to {newest}; restore the folder from a copy{way_out}"
             )
         self.checkpoints.set_aside_after(loaded)
         self._offset = last - self.shard.version
@@ -138,11 +138,11 @@ class Engine:
             self._outcomes.stop()
 
     def begin_run(self) -> None:
-        """What is learnt from now on is newer than all that this shard's servers have learnt before."""
+        """Begin a run: later updates count as newer than any that this shard's servers made before."""
         self._begin_run(True)
 
     def _begin_run(self, loaded: bool) -> None:
-        """Takes a run that is later than all before, also than one that left no checkpoint."""
+        """Set a run that is later than all earlier ones, including one that left no checkpoint."""
         assert self.checkpoints is not None
         shard, path = self.shard, self.checkpoints.directory / "run"
         former = shard.run if loaded else 0
@@ -151,12 +151,12 @@ class Engine:
             former = max(former, int(path.read_text()))
         shard.run = new_run(former)
         draft = path.with_suffix(".tmp")
-        with contextlib.suppress(OSError):  # a full disk; the clock is good enough
+        with contextlib.suppress(OSError):  # a full disk; the clock is sufficient
             draft.write_text(str(shard.run))
             draft.replace(path)
 
     def make_room(self) -> bool:
-        """Starts the log if a full disk prevented that; whether there is one. Without it only reads are answered."""
+        """Start the log if a full disk prevented it; returns whether it exists. Without it the server is read-only."""
         if self.log is not None or self.durability != Durability.LOG:
             return True
         assert self.checkpoints is not None
@@ -172,7 +172,7 @@ class Engine:
             if not self.read_only:
                 self.read_only = (
                     f"shard {self.shard.index} is read-only: {directory} has no room for its log ({error.strerror}); "
-                    "free some space there, and writes continue by themselves"
+                    "free some space, and writes resume automatically"
                 )
                 log.error("%s", self.read_only)
             return False
@@ -183,28 +183,28 @@ class Engine:
 
     @property
     def full(self) -> str:
-        """Why writes wait for room on the disk; empty while they do not."""
+        """Why writes are waiting for free disk space; empty if they are not."""
         if self.read_only or self.log is None or time.monotonic() > self._full_at + FULL_FOR_S:
             return self.read_only
-        return f"shard {self.shard.index}: {self.log.directory} has no room for its log; free some, and writes continue"
+        return f"shard {self.shard.index}: {self.log.directory} has no room for its log; free some space to resume"
 
     def take(
         self,
         records: Sequence[tuple[int, bytes, memoryview, memoryview]],
         begin_marked: Callable[[Request], None],
     ) -> int:
-        """Logs and applies records of the leader's log, in its order; how many of them.
+        """Log and apply records of the leader's log, in order; returns their number.
 
-        It stops before a record that has to wait for a checkpoint which is being written. ``begin_marked`` begins the
+        It stops before a record that has to wait for a checkpoint that is being written. ``begin_marked`` begins a
         checkpoint that the leader kept by name.
         """
         assert self.log is not None
         for taken, (number, header, ids, values) in enumerate(records):
             if number != self.log.next_number:
                 raise DataError(
-                    f"shard {self.shard.index}: record {self.log.next_number} must come next, the leader sent {number}"
+                    f"shard {self.shard.index}: record {self.log.next_number} must come next, got record {number}"
                 )
-            request = parse_request(header, bytearray(ids), bytearray(values))  # aligned, and not copied again
+            request = parse_request(header, bytearray(ids), bytearray(values))  # aligned copies, not copied again
             if self._snapshot is not None and (request.op in WHOLE_TABLE or request.op == Op.CHECKPOINT):
                 return taken
             self.log.append([header, ids, values])
@@ -218,13 +218,13 @@ class Engine:
         return len(records)
 
     def mark_checkpoint(self, request: Request) -> None:
-        """Writes into the log that a checkpoint is kept here, for followers to do the same."""
+        """Record in the log that a checkpoint is kept here, so that followers keep it too."""
         if self.marks_checkpoints and self.log is not None:
             self._finish_held()
             self.log.append(request.frames())
 
     def _redo(self, number: int, request: Request) -> None:
-        """Applies a record of the log; a write of tables with budgets when the next record has come."""
+        """Apply a record of the log. A write to tables with budgets is applied once the next record is read."""
         held, self._held = self._held, None
         if held is not None:
             self._redo_one(*held, request if request.op == Op.OUTCOME else None)
@@ -234,7 +234,7 @@ class Engine:
             self._redo_one(number, request, None)
 
     def _finish_held(self) -> None:
-        """Applies the last write of the log, which decides by itself: nobody else's record of that will come."""
+        """Apply the last write of the log. No record of its evictions follows, so it chooses them itself."""
         held, self._held = self._held, None
         if held is None:
             return
@@ -251,20 +251,20 @@ class Engine:
         if request.op == Op.RESTORE:
             try:
                 kept = self._kept(request, number)
-            except (ConfigError, DataError) as error:  # it was there when the record was written
+            except (ConfigError, DataError) as error:  # it existed when the record was written
                 raise DataError(f"shard {self.shard.index}: log record {number} cannot be applied: {error}") from error
         answer, error = self._write(request, kept)
         if stay is not None and asked.op == Op.REINITIALIZE and asked.stream != UNORDERED and error is None:
             existed = torch.zeros(stay.numel(), dtype=torch.int32, device="cpu")
             existed[stay] = answer.payload[0]
             self.streams.remember(asked.stream, asked.seq, Answer(answer.status, [existed]), asked.acked)
-        if isinstance(error, MemoryError | OSError):  # any other failure was one then, too
+        if isinstance(error, MemoryError | OSError):  # any other error also occurred the first time
             raise DataError(f"shard {self.shard.index}: log record {number} cannot be applied: {error}") from error
 
     def _write(self, request: Request, kept: Mapping[str, HashTable]) -> tuple[Answer, Exception | None]:
-        """Applies a write and remembers how it ended; the error, where it failed. RESTORE brings ``kept`` back."""
+        """Apply a write and remember its outcome; returns the answer, and the error, if any. RESTORE uses ``kept``."""
         failed: Exception | None = None
-        snapshot = self._snapshot  # another thread may finish it now
+        snapshot = self._snapshot  # another thread can finish it at any time
         try:
             if snapshot is not None:
                 snapshot.before_write(request)
@@ -277,7 +277,7 @@ class Engine:
         return answer, failed
 
     def apply(self, requests: Sequence[Request]) -> list[Reply]:
-        """Judges, logs and applies writes in order; one reply each. They may be told once `Log.sync` has returned."""
+        """Check, log and apply writes in order; returns one reply for each. Send them after `Log.sync` has returned."""
         return [self._apply(request) for request in requests]
 
     def _apply(self, request: Request) -> Reply:
@@ -286,7 +286,7 @@ class Engine:
         if request.stream == UNORDERED and request.op not in IDEMPOTENT:
             return error_reply(request.request, Status.BAD_REQUEST, f"{request.op.name} needs a stream and a number")
         if request.stream != UNORDERED and not request.seq:
-            return error_reply(request.request, Status.BAD_REQUEST, "the writes of a stream are numbered from 1, got 0")
+            return error_reply(request.request, Status.BAD_REQUEST, "writes of a stream must be numbered from 1, got 0")
         if self.read_only:
             return error_reply(request.request, Status.UNAVAILABLE, self.read_only, self.shard.version)
         self._follows = False
@@ -297,23 +297,24 @@ class Engine:
             return self._answer_again(request)
         if verdict is Verdict.GAP:
             return error_reply(
-                request.request, Status.GAP, f"write {self.streams.last(request.stream) + 1} comes first"
+                request.request, Status.GAP, f"write {self.streams.last(request.stream) + 1} must come first"
             )
         if verdict is Verdict.OVERLAP:
             return error_reply(
                 request.request, Status.BAD_REQUEST,
-                f"shard {self.shard.index}: somebody else has learnt this partition up to record "
-                f"{self.streams.last(request.stream)}, and this update is of {request.acked} to {request.seq}; two "
-                "trainers must not read the same partition. Started again, one continues behind what was learnt",
+                f"shard {self.shard.index}: another trainer has learnt this partition up to record "
+                f"{self.streams.last(request.stream)}, but this update is for records {request.acked + 1} to "
+                f"{request.seq}; two trainers must not read the same partition. If restarted, this one resumes after "
+                "the learnt records",
             )  # fmt: skip
         if self._snapshot is not None and request.op in WHOLE_TABLE:
             return error_reply(
                 request.request,
                 Status.UNAVAILABLE,
-                f"shard {self.shard.index} takes a checkpoint; {request.op.name.lower()} comes after it",
+                f"shard {self.shard.index} is writing a checkpoint; {request.op.name.lower()} must wait for it",
             )
         if request.flags & NOW or (request.op == Op.REINITIALIZE and not request.req_time):
-            request.req_time = now()  # before the log, so that a replay gives the same stamps
+            request.req_time = now()  # before logging, so that a replay gives the same times
         kept: dict[str, HashTable] = {}
         try:
             self.shard.check(request)
@@ -346,11 +347,11 @@ class Engine:
         assert self.log is not None
         try:
             self.log.append(self._outcomes.record(tables).frames())
-        except OSError as error:  # the write stands; after a restart it decides again which rows leave
-            log.error("shard %d: which rows left is not in the log: %s", self.shard.index, error)
+        except OSError as error:  # the write stays applied; a replay chooses again which rows to evict
+            log.error("shard %d: the evicted rows could not be written to the log: %s", self.shard.index, error)
 
     def _kept(self, request: Request, record: int | None = None) -> dict[str, HashTable]:
-        """The tables that a RESTORE names, as they were in the checkpoint that it names; see `Kept.table`."""
+        """The tables that a RESTORE names, from the checkpoint that it names; see `Kept.table`."""
         if self.kept is None:
             raise ConfigError(f"shard {self.shard.index} keeps no checkpoints; start the server with a directory")
         name = bytes(request.values).decode("utf-8", "replace")
@@ -369,7 +370,7 @@ class Engine:
 
     def _answer_again(self, request: Request) -> Reply:
         status, payload = self.streams.answer(request.stream, request.seq)
-        if request.op == Op.INSERT and status == Status.OK:  # how its rows are now is as good an answer
+        if request.op == Op.INSERT and status == Status.OK:  # the current rows are an equally valid answer
             flags, counts, names = request.flags & FLOAT16, request.counts, request.names
             try:
                 payload = self.shard.read(Request(Op.LOOKUP, flags=flags, counts=counts, names=names, ids=request.ids))
@@ -378,24 +379,24 @@ class Engine:
         return Reply(status, request.request, self.shard.version, payload)
 
     def learnt(self, request: Request) -> list[Any]:
-        """The answer to LEARNT."""
+        """The payload of the reply to LEARNT."""
         try:
             streams = [bytes.fromhex(text) for text in json.loads(bytes(request.values))]
         except (ValueError, TypeError) as error:
-            raise DataError(f"LEARNT brings a list of ids in hexadecimal as JSON ({error})") from None
+            raise DataError(f"LEARNT must have a list of hexadecimal ids as JSON ({error})") from None
         return [json.dumps([self.streams.last(stream) for stream in streams]).encode()]
 
     @property
     def in_checkpoint(self) -> bool:
-        """Whether a checkpoint was begun and is not finished."""
+        """Whether a checkpoint is in progress."""
         return self._snapshot is not None
 
     def begin_checkpoint(self) -> ShardSnapshot:
-        """Holds on to the shard as it is after the last write. `finish_checkpoint` must follow, in any thread."""
+        """Take a snapshot of the shard after the last write. `finish_checkpoint` must follow, in any thread."""
         if self.checkpoints is None:
             raise UnsupportedError(f"shard {self.shard.index}: checkpoints need a directory; start the server with one")
         if self._snapshot is not None:
-            raise ConfigError(f"shard {self.shard.index}: a checkpoint is being taken already")
+            raise ConfigError(f"shard {self.shard.index}: a checkpoint is already being written")
         if self.read_only:
             raise OSError(errno.ENOSPC, self.read_only)
         if self._held is not None and self._follows:
@@ -406,7 +407,7 @@ class Engine:
         return snapshot
 
     def finish_checkpoint(self, snapshot: ShardSnapshot, keep_as: str = "", others: Sequence[str] = ()) -> str:
-        """Writes the checkpoint and drops the log behind it; the checkpoint's path. See `Kept.keep`."""
+        """Write the checkpoint and drop the log that it replaces; returns its path. See `Kept.keep`."""
         assert self.checkpoints is not None
         assert self.kept is not None
         try:
@@ -424,7 +425,7 @@ class Engine:
         return str(path)
 
     def checkpoint(self) -> str:
-        """Begins and finishes a checkpoint; its path."""
+        """Write a checkpoint; returns its path."""
         return self.finish_checkpoint(self.begin_checkpoint())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Rows as a training forward reads them: an unknown id gives the row that its first update will start from."""
+"""Rows for the forward pass of training: an unknown id gives the row that its first update will start from."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 from shoal.sharded.parts import Lists, Tables
 from shoal.table.table import HashTable
 
-MOST = 1024  # sets of tables that are remembered
+MOST = 1024  # cached sets of tables
 
 
 class InitialRows:
-    """Reads tables through their groups, which change nothing. Threads may share it."""
+    """Reads tables through their groups, without changing them. Threads can share it."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, ...], tuple[Sequence[HashTable], Tables]] = {}
 
     def rows(self, tables: Sequence[HashTable], counts: Sequence[int], ids: Tensor) -> Tensor:
-        """The rows of ``counts[i]`` ids of ``tables[i]``, one after another, flat."""
+        """The rows of ``counts[i]`` ids of ``tables[i]``, concatenated and flat."""
         key = tuple(table.name for table in tables)
         kept = self._kept.get(key)
         if kept is None or any(old is not new for old, new in zip(kept[0], tables, strict=True)):
@@ -29,5 +29,5 @@ class InitialRows:
         return kept[1].lookup(Lists(range(len(tables)), counts, ids), "initial")
 
     def forget(self) -> None:
-        """Lets go of all tables."""
+        """Drop the references to all tables."""
         self._kept.clear()

@@ -1,4 +1,4 @@
-"""Checkpoints that a server holds on to under a name, so that a table can be brought back to one of them."""
+"""Checkpoints that a server keeps under a name, so that a table can be restored from one of them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _RELEASED = re.compile(r"released-(\d{16,})-(.+)")
 
 
 class Kept:
-    """The folders ``kept-<name>`` of a server's directory, by links to a checkpoint's files.
+    """The folders ``kept-<name>`` in a server's directory, which link to a checkpoint's files.
 
-    One that is let go becomes ``released-<number>-<name>``, ``number`` being the last log record that may name it, and
-    stays until the log does not go back so far.
+    A released one is renamed ``released-<number>-<name>``, where ``number`` is the last log record that can name it.
+    It is removed once the log begins after that record.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def keep(self, path: Path, name: str, others: Sequence[str], number: int) -> None:
-        """Holds on to the checkpoint at ``path``, of record ``number``, however many come after it.
+        """Keep the checkpoint at ``path``, of record ``number``, however many follow it.
 
-        Names are ``<run>-<what>``; those of the same run that are not among ``others`` are let go.
+        Names are ``<run>-<what>``; those of the same run that are not in ``others`` are released.
         """
         run = _checked(name).rpartition("-")[0]
         target = self.directory / f"kept-{name}"
@@ -59,20 +59,20 @@ class Kept:
             move_folder(path, released)
 
     def drop_before(self, number: int) -> None:
-        """Removes what was let go and is not named by record ``number`` or a later one."""
+        """Remove released checkpoints that neither record ``number`` nor a later one can name."""
         for path in self.directory.glob("released-*"):
             match = _RELEASED.fullmatch(path.name)
             if match and int(match[1]) < number:
                 remove_folder(path)
 
     def table(self, name: str, table: str, shard: Shard, record: int | None = None) -> HashTable:
-        """A table as it was in the checkpoint of that name, with the settings that it has now.
+        """A table's rows from the checkpoint kept as ``name``, with the table's current settings.
 
         Args:
-            name: that it was kept under.
+            name: the name of the kept checkpoint.
             table: the table's name.
-            shard: that has it now.
-            record: the log record that asks, of a log that is read again: the name may have been let go since.
+            shard: holds the table now.
+            record: while the log is replayed, the record that names it: the name may have been released since then.
         """
         path = self._path(_checked(name), record)
         if path is None:

@@ -1,4 +1,4 @@
-"""A server's connections with CURVE keys: libzmq's, with a watch over what each of them has sent and not finished."""
+"""A server's connections with CURVE keys, by libzmq, with a bound on the unfinished messages of each."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from shoal.sharded.ps.security import ServerKeys, load_keys
 
 log = logging.getLogger("shoal.ps")
 
-ROUND = 64  # requests that are read before answers get their turn
-ENCRYPTION_BYTES = 64  # at least what a frame grows by on the wire
-LOOK_S = 0.05  # between two looks at the connections
-BYTES_RECEIVED = 128  # where Linux has that number in its tcp_info
+ROUND = 64  # requests that are read before replies are sent
+ENCRYPTION_BYTES = 64  # the least that encryption adds to a frame
+LOOK_S = 0.05  # between two checks of the connections
+BYTES_RECEIVED = 128  # offset of that field in Linux's tcp_info
 
 
 class Watched:
-    """One connection: bytes that had come by the last look after which a message of it was whole."""
+    """One connection: the bytes received in total, and up to the check after its last complete message."""
 
-    __slots__ = ("finished", "received", "whole")
+    __slots__ = ("completed", "finished", "received")
 
     def __init__(self) -> None:
-        self.received = self.whole = 0
+        self.received = self.completed = 0
         self.finished = False
 
     @property
     def pending(self) -> int:
-        return self.received - self.whole
+        return self.received - self.completed
 
 
 class KeyedRouter:
-    """A ROUTER socket with CURVE. One thread uses it.
+    """A ROUTER socket with CURVE, for use by one thread.
 
-    libzmq keeps the frames of a message until it is whole and bounds one frame alone; with keys the frames are
-    encrypted, so that nobody but libzmq can count them. So the bytes that a connection has received are asked of the
-    system many times a second, and one that has received more than a message may have, without a message becoming
-    whole, is cut. Such a frame takes 35 bytes on the wire and 64 in memory at least, so memory is bounded, too.
+    libzmq holds the frames of a message until it is complete, and bounds only single frames. With keys the frames are
+    encrypted, so only libzmq could count them. This class therefore asks the system many times a second how many bytes
+    a connection has received, and cuts one that has received more than the largest message without completing one.
+    A frame takes at least 35 bytes on the wire and 64 in memory, so memory is bounded too.
     """
 
     def __init__(self, zmq: Any, context: Any, host: str, port: int, keys: ServerKeys, limits: Limits) -> None:
@@ -55,7 +55,7 @@ class KeyedRouter:
         router.setsockopt(zmq.LINGER, 2000)
         router.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes + ENCRYPTION_BYTES)
         router.setsockopt(zmq.RCVHWM, 64)
-        router.setsockopt(zmq.SNDHWM, 1000)  # replies to a worker that reads none are dropped, not kept for ever
+        router.setsockopt(zmq.SNDHWM, 1000)  # replies to a worker that does not read are dropped
         router.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
         self._authenticator = _authenticator(context, keys)
@@ -78,11 +78,11 @@ class KeyedRouter:
         self._looked = time.monotonic()
 
     def reads(self, wanted: bool) -> bool:
-        """Whether requests are read; whether the socket is to be polled."""
+        """Set whether requests are read; returns whether to poll the socket."""
         return wanted
 
     def receive(self) -> list[tuple[bytes, list[memoryview]]]:
-        """The messages that have come: peer and frames."""
+        """The received messages: peer and frames."""
         taken = []
         for _ in range(ROUND):
             try:
@@ -100,7 +100,7 @@ class KeyedRouter:
         self.pollable.send_multipart([peer, *frames], copy=False)
 
     def look_after(self) -> None:
-        """Cuts connections that hold too much of messages that are not whole; called many times a second."""
+        """Cut connections with too many bytes of incomplete messages; called many times a second."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return
@@ -109,19 +109,19 @@ class KeyedRouter:
         for fd, watched in list(self._watched.items()):
             try:
                 watched.received = _bytes_received(fd)
-            except OSError:  # it has just been closed
+            except OSError:  # just closed
                 self._watched.pop(fd, None)
                 continue
             if watched.finished:
-                watched.whole, watched.finished = watched.received, False
+                watched.completed, watched.finished = watched.received, False
             if watched.pending > self._limits.max_request_bytes:
                 self._cut(fd, f"a message has more than {self._limits.max_request_bytes} bytes")
         while sum(w.pending for w in self._watched.values()) > self._limits.max_queued_bytes:
             largest = max(self._watched, key=lambda fd: self._watched[fd].pending)
-            self._cut(largest, "messages that are not whole hold more than max_queued_bytes")
+            self._cut(largest, "incomplete messages hold more than max_queued_bytes")
 
     def _follow(self) -> None:
-        """Learns which connections there are."""
+        """Update the list of connections from the socket's events."""
         from zmq.utils.monitor import recv_monitor_message
 
         while self._monitor.poll(0):

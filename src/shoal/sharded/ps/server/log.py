@@ -5,8 +5,8 @@ A file ``log-<first number>.shlog`` starts with 16 bytes of magic and the number
     magic u32 | crc u32 | header u32 | (zero) u32 | ids u64 | values u64 | number u64 | durable u64 | frames
 
 where ``crc`` is zlib's CRC-32 of all that follows it and ``durable`` is the length of this file that was known to be on
-the disk when the record was written. A bad record is a torn tail, and is cut, unless a later record says that it was
-durable: then the disk has lost something that was acknowledged, and opening refuses.
+the disk when the record was written. A bad record counts as a torn tail and is cut off, unless a later record shows
+that it was durable: then the disk has lost acknowledged data, and the log cannot be opened.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FILE_HEAD_BYTES = 16
 
 
 class Log:
-    """Appends records to the newest file of ``directory``. One thread appends; `sync` may run in another."""
+    """Appends records to the newest file in ``directory``. One thread appends; `sync` can run in another."""
 
     def __init__(self, directory: str | os.PathLike[str], next_number: int = 1) -> None:
         self.directory = Path(directory)
@@ -54,10 +54,10 @@ class Log:
         self.rotate()
 
     def append(self, frames: Sequence[Any]) -> int:
-        """Writes one request; returns its number. It is durable after the next `sync`.
+        """Write one request; returns its number. It is durable after the next `sync`.
 
         Raises:
-            OSError: the disk refused, as when it is full. The file then ends where it ended before.
+            OSError: the disk is full, or failed. The file then ends where it ended before.
         """
         given = [memoryview(f).cast("B") if nbytes_of(f) else b"" for f in frames]
         header, ids, values = (*given, b"", b"")[:3]
@@ -83,7 +83,7 @@ class Log:
         self.bytes_written += total
 
     def sync(self) -> None:
-        """Everything appended before this call is on the disk when it returns."""
+        """Wait until everything appended before this call is on the disk."""
         with self._lock:
             number = self.next_number - 1  # read first: its record is in the file
             end = self._end
@@ -93,12 +93,12 @@ class Log:
             self.durable_number = number
 
     def rotate(self) -> int:
-        """Goes on in a new file; returns the number of its first record. What came before is durable."""
+        """Continue in a new file; returns the number of its first record. All earlier records are durable."""
         if self._fd >= 0:
             self.sync()
         path = self.directory / f"log-{self.next_number:016d}.shlog"
         if self._fd >= 0 and path.exists():
-            return self.next_number  # nothing has been written since it was made
+            return self.next_number  # the current file is still empty
         fd = _new_file(path, FILE_MAGIC + struct.pack("<Q", self.next_number))
         with self._lock:
             if self._fd >= 0:
@@ -107,7 +107,7 @@ class Log:
         return self.next_number
 
     def drop_before(self, number: int) -> None:
-        """Removes the files whose records all have smaller numbers."""
+        """Remove the files whose records all have smaller numbers."""
         files = log_files(self.directory)
         for (_, path), (following, _) in itertools.pairwise(files):
             if following <= number:
@@ -122,7 +122,7 @@ class Log:
 
 
 def _new_file(path: Path, head: bytes) -> int:
-    """A file with its first bytes on the disk. Where that fails there is none: one left behind would count as a log."""
+    """Create a file with its head on the disk. If that fails, the file is removed, because it would count as a log."""
     fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         if os.write(fd, head) != len(head):
@@ -137,7 +137,7 @@ def _new_file(path: Path, head: bytes) -> int:
 
 
 def crc32(data: Any, crc: int = 0) -> int:
-    """zlib's CRC-32, at the speed of memory where that is worth the call."""
+    """zlib's CRC-32, by a faster implementation for large data."""
     if len(data) < 4096:
         return zlib.crc32(data, crc)
     return _core.crc32(np.frombuffer(data, np.uint8).ctypes.data, len(data), crc)
@@ -167,9 +167,9 @@ def log_files(directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:
 def replay(
     directory: str | os.PathLike[str], after: int, *, cut: bool = True
 ) -> Iterator[tuple[int, bytes, memoryview, memoryview]]:
-    """The records with a number above ``after``: number, header, ids, values. Views are valid until the next one.
+    """Yield the records after number ``after``: number, header, ids, values. Views are valid until the next one.
 
-    The torn tail of the last file is cut off, unless ``cut`` is False, for one who only looks.
+    The torn tail of the last file is cut off, unless ``cut`` is False, for callers that only read.
 
     Raises:
         DataError: a record that had been durable is damaged, or records are missing.
@@ -195,7 +195,7 @@ def replay(
 def _read_file(path: Path, first: int, *, last: bool, cut: bool) -> Iterator[tuple[int, bytes, memoryview, memoryview]]:
     size = path.stat().st_size
     if size < FILE_HEAD_BYTES:
-        if last:  # the process died while it made the file
+        if last:  # the process died while creating the file
             return
         raise DataError(f"log {path}: has {size} bytes, less than a file's head")
     with open(path, "r+b" if cut else "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -216,14 +216,14 @@ def _read_file(path: Path, first: int, *, last: bool, cut: bool) -> Iterator[tup
                 header, ids, values, end = record
                 try:
                     yield number, header, ids, values
-                finally:  # also where the reader has seen enough
+                finally:  # also if the caller stops early
                     ids.release(), values.release()
                 at, number = end, number + 1
         finally:
             view.release()
         if at < size and cut:
             file.truncate(at)
-        if last and cut:  # a process that was killed may have left it in the system's memory alone
+        if last and cut:  # a killed process may have left it only in the page cache
             os.fsync(file.fileno())
 
 
@@ -244,7 +244,7 @@ def parse_record(view: memoryview, at: int, number: int) -> tuple[bytes, memoryv
 
 
 def _later_says_durable(data: mmap.mmap, view: memoryview, bad: int) -> bool:
-    """Whether a whole record behind the bad one tells that the bad one had reached the disk."""
+    """Whether an intact record after the bad one shows that the bad one had reached the disk."""
     magic = struct.pack("<I", RECORD_MAGIC)
     at = data.find(magic, bad + 1)
     while at >= 0:

@@ -1,4 +1,4 @@
-"""A server's plaintext connections, read by the server itself so that what one of them may hold is bounded."""
+"""A server's plaintext connections, read by the server itself so that the memory of each is bounded."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from shoal.sharded.ps.server import zmtp
 
 log = logging.getLogger("shoal.ps")
 
-PING_S = 2.0  # of silence before a peer is asked whether it is there
+PING_S = 2.0  # of silence before a peer gets a heartbeat
 SILENT_S = 10.0  # of silence after which a connection is cut
-LINGER_S = 2.0  # for answers that wait when the server goes
-MAX_UNSENT = 1000  # answers to a peer that reads none
-EVENTS = 64  # connections that are looked at in one round
+LINGER_S = 2.0  # for unsent replies when the server ends
+MAX_UNSENT = 1000  # replies to a peer that does not read them
+EVENTS = 64  # connections that are served in one round
 
 
 class Connection:
-    """One peer: what has come and is not whole, and what is to be sent to it."""
+    """One peer: its incomplete message, and its unsent replies."""
 
     def __init__(self, peer: bytes, connected: socket.socket, reader: zmtp.Reader) -> None:
         self.peer, self.socket, self.reader = peer, connected, reader
         self.unsent: deque[memoryview] = deque()
         self.unsent_bytes = 0
         self.messages_unsent = 0
-        self.heard = self.pinged = time.monotonic()
+        self.heard_at = self.pinged = time.monotonic()
         self.waits_to_send = False
 
 
 class PlainRouter:
-    """Takes connections of ZeroMQ's DEALER sockets (ZMTP 3, no keys). One thread uses it.
+    """Accepts connections of ZeroMQ's DEALER sockets (ZMTP 3, no keys). One thread uses it.
 
-    A connection that is malformed, silent, sends more than a message may have, or leaves its answers unread is cut;
-    its worker connects anew and sends again. What has come of messages that are not whole is at most
-    ``max_queued_bytes`` over all connections, and so is what waits to be sent: the largest is cut first.
+    A connection is cut if it is malformed or silent, sends too large a message, or does not read its replies; its
+    worker connects and sends again. Incomplete messages of all connections take at most ``max_queued_bytes``, and so do
+    unsent replies: the largest connection is cut first.
     """
 
     def __init__(self, host: str, port: int, limits: Limits) -> None:
         self._limits = limits
         self.cut = 0
-        self.refused = 0  # without keys everyone may connect
-        """Connections that were cut."""
+        self.refused = 0  # always 0: without keys every peer is accepted
+        """The number of connections refused because of their key."""
         self._listener = _listen(host, port)
         at = self._listener.getsockname()
         self.address = f"tcp://[{at[0]}]:{at[1]}" if ":" in at[0] else f"tcp://{at[0]}:{at[1]}"
@@ -64,7 +64,7 @@ class PlainRouter:
     # --- in ---------------------------------------------------------------------------------------------------------
 
     def reads(self, wanted: bool) -> bool:
-        """Whether requests are read; whether to poll, which answers need in any case."""
+        """Set whether requests are read; returns whether to poll, which is True because replies need it."""
         if wanted != self._reading:
             self._reading = wanted
             self.pollable.modify(self._listener, select.EPOLLIN if wanted else 0)
@@ -73,7 +73,7 @@ class PlainRouter:
         return True
 
     def receive(self) -> list[tuple[bytes, list[memoryview]]]:
-        """The messages that have come: peer and frames. Sends what waits for room, and looks after the silent."""
+        """The received messages: peer and frames. Also sends waiting replies and checks for silent peers."""
         taken: list[tuple[bytes, list[memoryview]]] = []
         for fd, events in self.pollable.poll(0, EVENTS):
             if fd == self._listener.fileno():
@@ -94,8 +94,8 @@ class PlainRouter:
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    log.warning("a connection cannot be taken: %s", error)
-                    time.sleep(0.05)  # until another has gone
+                    log.warning("cannot accept a connection: %s", error)
+                    time.sleep(0.05)  # until another connection is closed
                 return
             connected.setblocking(False)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -124,14 +124,14 @@ class PlainRouter:
         except zmtp.ProtocolError as error:
             self._cut(connection, str(error))
             return []
-        connection.heard = time.monotonic()
+        connection.heard_at = time.monotonic()
         if reader.replies:
             replies, reader.replies = reader.replies, []
             self._send(connection, [memoryview(reply) for reply in replies])
         return whole
 
     def look_after(self) -> None:
-        """Cuts who is silent or holds too much; called many times a second."""
+        """Cut connections that are silent or hold too much memory; called many times a second."""
         now = time.monotonic()
         if now - self._looked < 0.05:
             return
@@ -141,29 +141,29 @@ class PlainRouter:
             pending += connection.reader.pending_bytes
             unsent += connection.unsent_bytes
             if not self._reading:
-                connection.heard = now  # nobody listens
-            elif now - connection.heard > SILENT_S:
+                connection.heard_at = now  # requests are not read now, so no peer counts as silent
+            elif now - connection.heard_at > SILENT_S:
                 self._cut(connection, f"it has been silent for {SILENT_S:g} s")
-            elif now - max(connection.heard, connection.pinged) > PING_S and connection.reader.established:
+            elif now - max(connection.heard_at, connection.pinged) > PING_S and connection.reader.established:
                 connection.pinged = now
                 self._send(connection, [memoryview(zmtp.command(b"PING", bytes(2)))])
         while pending > self._limits.max_queued_bytes:
             largest = max(self._by_fd.values(), key=lambda c: c.reader.pending_bytes)
             pending -= largest.reader.pending_bytes
-            self._cut(largest, "messages that are not whole hold more than max_queued_bytes")
+            self._cut(largest, "incomplete messages hold more than max_queued_bytes")
         while unsent > self._limits.max_queued_bytes:
             largest = max(self._by_fd.values(), key=lambda c: c.unsent_bytes)
             unsent -= largest.unsent_bytes
-            self._cut(largest, "answers that nobody reads hold more than max_queued_bytes")
+            self._cut(largest, "unread replies hold more than max_queued_bytes")
 
     # --- out --------------------------------------------------------------------------------------------------------
 
     def send(self, peer: bytes, frames: list[Any]) -> None:
-        """Sends a message, now or as its peer reads; it is dropped where the peer has gone."""
+        """Send a message, now or once its peer reads; drops it if the peer is gone."""
         connection = self._by_peer.get(bytes(peer))
         if connection is not None:
             if connection.messages_unsent >= MAX_UNSENT:
-                self._cut(connection, f"it has left {MAX_UNSENT} answers unread")
+                self._cut(connection, f"it has not read {MAX_UNSENT} replies")
             else:
                 self._send(connection, zmtp.message(frames))
 
@@ -216,7 +216,7 @@ class PlainRouter:
             connection.unsent.clear()
 
     def close(self) -> None:
-        """Sends what waits, for a moment, and closes everything."""
+        """Send waiting replies for a short time, then close everything."""
         self._listener.close()
         self._reading = False
         end = time.monotonic() + LINGER_S

@@ -1,4 +1,4 @@
-"""Answers to requests that change nothing: small ones at once, large ones in threads of their own."""
+"""Replies to requests that change nothing: small ones immediately, large ones in their own threads."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shoal.sharded.ps.server.shard import Shard, status_of
 log = logging.getLogger("shoal.ps")
 
 Publish = Callable[[dict[str, Any]], dict[str, Any]]
-"""What a server does for PUBLISH: with what was asked, it tells how far it is."""
+"""A server's handler of PUBLISH: takes the request's fields and returns the progress."""
 
 
 class Reads:
-    """Reads of a shard, beside the one thread that writes to it."""
+    """Reads of a shard, concurrent with the one thread that writes to it."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class Reads:
         self._publish = publish
         self._metrics = backlog.metrics
         self.more: dict[Op, Callable[[Request], list[Any]]] = {}
-        """Answers to operations that only some servers have."""
+        """Handlers of operations that only some servers have."""
 
     def at_once(self, request: Request) -> bool:
-        """Whether a hand-over to another thread would cost more than the answer."""
+        """Whether passing the request to another thread would cost more than answering it."""
         return (
             not request.op.writes
             and request.op not in (Op.CHECKPOINT, Op.PUBLISH, Op.SCAN, Op.FETCH, Op.HANDOVER)
@@ -46,7 +46,7 @@ class Reads:
         )  # fmt: skip
 
     def plain(self, frames: list[memoryview]) -> list[Any] | None:
-        """The answer to a small lookup in one table, without ceremony; None for everything else."""
+        """The reply to a small lookup in one table, by a fast path; None for everything else."""
         begin = time.perf_counter()
         plain = plain_lookup(frames[0])
         if plain is None or plain.n > min(self._limits.inline_ids, self._limits.max_ids):
@@ -61,7 +61,7 @@ class Reads:
         return [reply_header(plain.request, self._shard.version), rows.numpy()]
 
     def now(self, request: Request) -> Reply:
-        """The answer to a request that is `at_once`, counted."""
+        """Answer a request that is `at_once`, and count it."""
         reply = self._read(request)
         seconds = time.perf_counter() - request.arrived
         self._metrics.done(request.op.name, reply.status.name, seconds, sum(request.counts))
@@ -73,7 +73,7 @@ class Reads:
             if request.op == Op.INFO:
                 payload: list[Any] = [json.dumps(self._info()).encode()]
             elif request.op == Op.PUBLISH:
-                payload = [json.dumps(self._told_to_publish(request)).encode()]
+                payload = [json.dumps(self._publish_status(request)).encode()]
             elif request.op in self.more:
                 payload = self.more[request.op](request)
             else:
@@ -84,7 +84,7 @@ class Reads:
                 log.exception("%s failed", request.op.name)
             return error_reply(request.request, status_of(error), str(error), version)
 
-    def _told_to_publish(self, request: Request) -> dict[str, Any]:
+    def _publish_status(self, request: Request) -> dict[str, Any]:
         if self._publish is None:
             raise UnsupportedError(
                 f"shard {self._shard.index} cannot send its rows to replicas; start it with `shoal ps`"
@@ -94,7 +94,7 @@ class Reads:
             if not isinstance(wish, dict):
                 raise ValueError(f"got {wish!r:.40}")
         except ValueError as error:
-            raise DataError(f"PUBLISH brings an object as JSON ({error})") from None
+            raise DataError(f"PUBLISH must have a JSON object ({error})") from None
         return self._publish(wish)
 
     def loop(self) -> None:

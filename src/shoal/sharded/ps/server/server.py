@@ -32,7 +32,7 @@ log = logging.getLogger("shoal.ps")
 
 
 class StartAgain(PeerError):
-    """The server's directory was set aside: a new `ParameterServer` on it takes the leader's rows."""
+    """The server's directory was set aside: start a new `ParameterServer` on it, which copies the leader's rows."""
 
 
 class ParameterServer:
@@ -105,7 +105,7 @@ class ParameterServer:
         self._http: HttpPort | None = None
 
     def start(self) -> ParameterServer:
-        """Recovers, binds and serves; returns when requests can come."""
+        """Recover, bind and serve; returns when the server accepts requests."""
         engine = self.engine
         self._context = self._zmq.Context()
         try:
@@ -163,7 +163,7 @@ class ParameterServer:
             )
 
     def _join_group(self, replication: Replication) -> None:
-        while not self.engine.make_room():  # which says why; without a log it can neither lead nor follow
+        while not self.engine.make_room():  # it logs why; without a log the server can neither lead nor follow
             time.sleep(ROOM_EVERY_S / 4)
         replication.attach(self.engine, self._backlog, self._writes, self._leave)
         self._writes.safe, self._writes.appended = replication.feed.pass_on, replication.feed.wake
@@ -171,7 +171,7 @@ class ParameterServer:
         self._reads.more[Op.HANDOVER] = lambda _: [replication.hand_over().encode()]
 
     def _leave(self, why: str) -> None:
-        """Ends the server, which has to start again in another role."""
+        """End the server, so that it is restarted in another role."""
         log.warning("shard %d: %s", self.engine.shard.index, why)
         self._stopped.set()
 
@@ -201,7 +201,7 @@ class ParameterServer:
         try:
             target(*args)
         except self._zmq.ContextTerminated:
-            pass  # the server has gone while this thread still had an answer to give
+            pass  # the server ended while this thread still had a reply to send
         except Exception as error:
             self.fatal = self.fatal or f"{threading.current_thread().name}: {error!r}"
             self._stopped.set()
@@ -211,7 +211,7 @@ class ParameterServer:
         while not self._stopped.wait(period.total_seconds()):
             try:
                 call()
-            except ShoalError as error:  # a full disk may have room the next time
+            except ShoalError as error:  # a full disk may have space the next time
                 if not self._stopped.is_set():
                     log.error("%s", error)
 
@@ -220,9 +220,9 @@ class ParameterServer:
             self._writes.evict()
 
     def stop(self, *, drain: timedelta = timedelta(seconds=30), checkpoint: bool = False) -> None:
-        """Finishes what was accepted, refuses the rest, and goes. New requests are told to come back.
+        """Finish the accepted requests and stop. New requests are refused with a status that asks for a retry.
 
-        It goes, too, where the last ``checkpoint`` fails, and raises what that raised.
+        If the final ``checkpoint`` fails, the server still stops, and the error is raised.
         """
         self._draining.set()
         end = time.monotonic() + drain.total_seconds()
@@ -246,11 +246,11 @@ class ParameterServer:
                 thread.join(10)
         if self._http is not None:
             self._http.stop()
-        self._context.term()  # returns once every thread that answers has gone, and has left the files alone
+        self._context.term()  # returns once every replying thread has ended and is done with the files
         self.engine.close()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until the server has stopped, by `stop` or because it failed (``fatal`` tells)."""
+        """Wait until the server has stopped, by `stop` or because it failed (see ``fatal``)."""
         return self._stopped.wait(timeout)
 
     def __enter__(self) -> ParameterServer:
@@ -260,17 +260,17 @@ class ParameterServer:
         self.stop()
 
     def checkpoint(self, timeout: timedelta = timedelta(hours=1)) -> str:
-        """Writes the shard as it is between two writes, while other writes continue; the checkpoint's path."""
+        """Write a checkpoint of the shard while writes continue; returns its path."""
         return self._writes.checkpoint(timeout)
 
     def between_writes(self, call: Callable[[], Any], timeout: timedelta = timedelta(minutes=10)) -> Any:
-        """Calls a function while no write is applied; its result."""
+        """Call a function while no write is applied, and return its result."""
         return self._writes.between(call, timeout)
 
-    # --- what it tells --------------------------------------------------------------------------------------------
+    # --- status ---------------------------------------------------------------------------------------------------
 
     def info(self) -> dict[str, Any]:
-        """What a worker learns when it connects."""
+        """The description that a worker gets when it connects."""
         shard = self.engine.shard
         dims = {name: table.dim_size for name, table in list(shard.tables.items())}
         return {
@@ -282,7 +282,7 @@ class ParameterServer:
         }  # fmt: skip
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether it can be asked, and what it holds."""
+        """Whether it accepts requests, and details."""
         read_only = self.engine.full
         state = "failed" if self.fatal else "draining" if self._draining.is_set() else "serving"
         if state == "serving" and read_only:
@@ -295,7 +295,7 @@ class ParameterServer:
         }  # fmt: skip
 
     def gauges(self) -> dict[str, Any]:
-        """The figures of now, by the name of their metric; counters end with ``_total``."""
+        """Current values by metric name; names of counters end with ``_total``."""
         engine = self.engine
         checkpointed = engine.checkpoints.age_s() if engine.checkpoints is not None else None
         return {
@@ -318,14 +318,14 @@ class ParameterServer:
         }
 
     def metrics_text(self) -> str:
-        """What Prometheus reads."""
+        """The metrics in Prometheus's text format."""
         shard = self.engine.shard
         place = {"shard": str(shard.index), "of": str(shard.of), "group": self._group}
         return self.metrics.text(self.gauges(), shard.status()["tables"], place)
 
 
 def free_ratio(directory: Path) -> float:
-    """The free part of the disk that a directory is on."""
+    """The free fraction of the disk that a directory is on."""
     usage = shutil.disk_usage(directory)
     return usage.free / usage.total if usage.total else 0.0
 

@@ -1,4 +1,4 @@
-"""The state of one parameter server: its tables, and what each request does to them. No sockets, threads or files."""
+"""The tables of one parameter server and the effect of each request on them. No sockets, threads or files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class UnknownTable(ConfigError, KeyError):
 
 
 def status_of(error: Exception) -> Status:
-    """How an error of a request is told to its sender."""
+    """The status that reports an error to the sender of a request."""
     if isinstance(error, UnknownTable):
         return Status.UNKNOWN_TABLE
     if isinstance(error, UnsupportedError | NotImplementedError):
@@ -48,10 +48,10 @@ def status_of(error: Exception) -> Status:
 
 
 class Shard:
-    """The tables of shard ``index`` of ``of``. Reads may run in any thread beside one thread that writes.
+    """The tables of shard ``index`` of ``of``. One thread writes; any thread can read meanwhile.
 
-    The same writes in the same order give the same rows to the bit: nothing here reads a clock or draws a number that
-    does not follow from the request.
+    The same writes in the same order give bit-identical rows: nothing here reads a clock or draws a random number
+    that does not follow from the request.
     """
 
     def __init__(self, index: int, of: int) -> None:
@@ -64,18 +64,18 @@ class Shard:
         self.tables: dict[str, HashTable] = {}
         self._by_bytes: dict[bytes, HashTable] = {}
         self.specs: dict[str, dict[str, Any]] = {}
-        """What each table was created from, for checkpoints: its configuration in hex and its options."""
+        """The spec of each table, for checkpoints: its configuration in hex and its options."""
         self.version = 0
-        """Writes applied so far."""
+        """The number of writes applied so far."""
         self.run = new_run()
-        """Of the `Stamp` of what is learnt: another one at each start of the server."""
+        """The run in the `Stamp` of updates: a new one at each start of the server."""
         self._initial = InitialRows()
         self.max_reply_bytes = 2 << 30
-        """Rows in one reply; more are refused."""
+        """The most bytes of rows in one reply; requests for more are refused."""
 
     @property
     def stamp(self) -> Stamp:
-        """Of the rows of now."""
+        """The stamp of the current rows."""
         return Stamp(self.run, self.version)
 
     # --- reads ----------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class Shard:
         raise DataError(f"{request.op.name} is not a read of this server")
 
     def _scan(self, request: Request) -> list[Any]:
-        """A page of rows: the next ids of a part of the table, in their order, so that writes in between hide none."""
+        """A page of rows: the next ids of a part of the table, in id order, so that concurrent writes hide none."""
         (table,) = self._find(request.names[:1]) if request.names else (None,)
         try:
             part, after = json.loads(bytes(request.values))
@@ -104,7 +104,7 @@ class Shard:
             if table is None or not 0 <= part < _core.Table.num_stripes or limit < 1:
                 raise ValueError(f"part {part}, limit {limit}")
         except (ValueError, TypeError, IndexError) as error:
-            raise DataError(f"SCAN brings one table, a limit and [part, after] as JSON ({error})") from None
+            raise DataError(f"SCAN must have one table, a limit and [part, after] as JSON ({error})") from None
         self._check_reply(limit * table.dim_size)
         ids = np.frombuffer(table._native.ids(part), np.int64)
         ids = ids if after is None else ids[ids > after]
@@ -117,7 +117,7 @@ class Shard:
         return [json.dumps(following).encode(), found, table.lookup(found)]
 
     def lookup_one(self, name: bytes, ids: Any, n: int, *, initial: bool = False) -> Tensor | None:
-        """The rows of ids in one table, without ceremony; None where anything is not as it should be."""
+        """The rows of ids in one table, by a fast path; None if anything about the request is unusual."""
         table = self._by_bytes.get(name)
         if table is None or len(ids) != 8 * n or 4 * n * table.dim_size > self.max_reply_bytes:
             return None
@@ -150,14 +150,14 @@ class Shard:
     def _check_reply(self, floats: int) -> None:
         if 4 * floats > self.max_reply_bytes:
             raise ConfigError(
-                f"shard {self.index}: the rows asked for have {4 * floats} bytes, a reply at most "
-                f"{self.max_reply_bytes}; ask in smaller parts"
+                f"shard {self.index}: a reply must have at most {self.max_reply_bytes} bytes, got a request for "
+                f"{4 * floats} bytes of rows; split it into smaller requests"
             )
 
     # --- writes ---------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Refuses a write that could not be applied whole. Nothing has changed yet."""
+        """Raise for a write that could not be applied completely, before anything has changed."""
         if request.op == Op.CREATE:
             self._spec(request)
             return
@@ -168,7 +168,7 @@ class Shard:
         if request.op in (Op.ASSIGN, Op.ASSIGN_ADD, Op.APPLY):
             values = request.values_tensor()
             if values.numel() != floats:
-                raise DataError(f"the ids need {floats} values, the values frame holds {values.numel()}")
+                raise DataError(f"the values frame must have {floats} values for the ids, got {values.numel()}")
             if request.op == Op.APPLY:
                 self._check_rates(request, tables)
             else:
@@ -180,7 +180,7 @@ class Shard:
                 table.check_trains(request.op.name.lower())
 
     def check_time(self, request: Request) -> None:
-        """Refuses a time far ahead for tables that go by the clock. It is this machine's, so a replay does not ask."""
+        """Raise for a time far ahead of this machine's clock, for ``clocked`` tables. A replay skips this check."""
         if request.op in TIMED and not request.flags & NOW:
             for name in request.names:
                 as_time(request.req_time, name, clocked=self.tables[name].clocked)
@@ -196,14 +196,12 @@ class Shard:
     def _check_rates(self, request: Request, tables: Sequence[HashTable]) -> None:
         wanted = sum(len(table.table_config.entry_config.segments) for table in tables)
         if len(request.rates) != wanted:
-            raise DataError(
-                f"the tables have {wanted} segments, the request brings {len(request.rates)} learning rates"
-            )
+            raise DataError(f"the request must have {wanted} learning rates, one per segment, got {len(request.rates)}")
         if not all(map(math.isfinite, request.rates)):
             raise DataError(f"learning rates must be finite, got {list(request.rates)}")
 
     def write(self, request: Request) -> list[Any]:
-        """Applies a request that `check` passed; the payload of its reply."""
+        """Apply a request that `check` passed; returns the payload of its reply."""
         op = request.op
         payload: list[Any] = []
         if op == Op.CREATE:
@@ -259,7 +257,7 @@ class Shard:
     # --- tables ---------------------------------------------------------------------------------------------------
 
     def _spec(self, request: Request) -> dict[str, Any]:
-        """What a CREATE asks for; refused where the rows of a table that exists do not allow it."""
+        """The spec in a CREATE; raises if the rows of the existing table do not allow it."""
         spec = parse_spec(request.ids, request.values)
         chosen = spec.pop("default_seed", False)
         known = self.specs.get(spec["name"])
@@ -276,7 +274,7 @@ class Shard:
         return spec
 
     def has(self, request: Request) -> bool:
-        """Whether a CREATE asks for a table that is here, with its settings."""
+        """Whether the table of a CREATE already exists here with the same settings."""
         try:
             spec = self._spec(request)
         except ShoalError:
@@ -288,18 +286,18 @@ class Shard:
         if name not in self.tables:
             self.add(spec, build_table(spec))
         elif spec != self.specs[name]:
-            log.info("shard %d: table %r takes other settings", self.index, name)
+            log.info("shard %d: table %r has new settings", self.index, name)
             change_table(self.tables[name], self.specs[name], spec)
             self.specs[name] = spec
 
     def add(self, spec: dict[str, Any], table: HashTable) -> None:
-        """Takes a table in."""
+        """Add a table."""
         name = spec["name"]
         self.specs[name] = spec
         self.tables[name] = self._by_bytes[name.encode()] = table
 
     def replace(self, name: str, table: HashTable) -> None:
-        """Puts another table in the place of one that is here; whoever reads the old one reads it to the end."""
+        """Replace a table; reads of the old one that are under way continue."""
         self.add(self.specs[name], table)
         self._initial.forget()
         self.version += 1
@@ -311,7 +309,7 @@ class Shard:
             if missing_ok:
                 return [self.tables.get(name) for name in names]
             raise UnknownTable(
-                f"shard {self.index} holds no table {error.args[0]!r}; it holds {sorted(self.tables)}"
+                f"shard {self.index} has no table {error.args[0]!r}; it has {sorted(self.tables)}"
             ) from None
 
     def _with_ids(self, request: Request) -> list[tuple[HashTable, Tensor]]:
@@ -323,7 +321,7 @@ class Shard:
         return result
 
     def status(self) -> dict[str, Any]:
-        """For people and dashboards."""
+        """A summary for people and dashboards."""
         return {
             "shard": self.index,
             "of": self.of,

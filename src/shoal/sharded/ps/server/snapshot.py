@@ -16,14 +16,14 @@ from shoal.table.checkpoint.filters import FilterCopy
 from shoal.table.checkpoint.scales import has_scales, save_scales, scales_path
 from shoal.table.table import HashTable
 
-WHOLE_TABLE = (Op.CLEAR, Op.EVICT, Op.RESTORE)  # name no ids, so what they change cannot be put aside
+WHOLE_TABLE = (Op.CLEAR, Op.EVICT, Op.RESTORE)  # they name no ids, so the rows that they change cannot be copied first
 
 
 class TableSnapshot:
-    """One table: small state is copied at once, rows as they are written or about to change.
+    """One table. Small state is copied immediately, rows when they are saved or about to change.
 
-    All rows are saved, stale ones too: what is loaded again is what was there. The counts of an admission filter are
-    copied whole, in the time of a copy in memory.
+    All rows are saved, including expired ones, so that a restored table is identical. The counts of an admission
+    filter are copied immediately.
     """
 
     def __init__(self, table: HashTable, spec: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class TableSnapshot:
         }
 
     def save(self, folder: Path, position: int) -> tuple[dict[str, Any], dict[str, FileDigest]]:
-        """Writes the table's files into a folder; its entry in the manifest, and the digests of the files of rows."""
+        """Write the table's files to a folder; returns its manifest entry, and the digests of its row files."""
         names = {"file": f"table-{position:05d}", "filter": f"filter-{position:05d}"}
         base = str(folder / names["file"])
         paths = [naming.shard_path(base, index, self.files) for index in range(self.files)]
@@ -56,7 +56,7 @@ class TableSnapshot:
 
 
 class ShardSnapshot:
-    """The moment is that of construction; the caller makes no write during it, and tells of every write after it."""
+    """A shard as it was at construction. No write may run during it; call `before_write` before every later one."""
 
     def __init__(self, shard: Shard, streams: Streams, number: int) -> None:
         self.number = number
@@ -69,7 +69,7 @@ class ShardSnapshot:
         }  # fmt: skip
 
     def before_write(self, request: Request) -> None:
-        """Puts aside the rows that a write is about to change. A table that was made later is not in this snapshot."""
+        """Copy the rows that a write is about to change. Tables created later are not in this snapshot."""
         if request.op not in WITH_IDS:
             return
         ids = request.ids_tensor()
@@ -80,7 +80,7 @@ class ShardSnapshot:
             at += n
 
     def save(self, folder: Path) -> tuple[dict[str, Any], dict[str, FileDigest]]:
-        """Writes all tables into a folder; what the manifest says of them, and the digests that are known."""
+        """Write all tables to a folder; returns their part of the manifest, and the digests known so far."""
         tables, digests = {}, {}
         for position, (name, table) in enumerate(self._tables.items()):
             tables[name], known = table.save(folder, position)

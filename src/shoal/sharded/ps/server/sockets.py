@@ -1,4 +1,4 @@
-"""The network side of a server: one thread owns the connections, reads requests, and sends every answer."""
+"""The network side of a server: one thread owns the connections, reads requests and sends every reply."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.sharded.ps.server.keyed_router import KeyedRouter
 from shoal.sharded.ps.server.plain_router import PlainRouter
 from shoal.sharded.ps.server.reads import Reads
 
-LOOK_MS = 50  # between two looks at the connections
+LOOK_MS = 50  # between two checks of the connections
 
 
 class Router(Protocol):
@@ -24,11 +24,11 @@ class Router(Protocol):
 
     address: str
     pollable: Any
-    """What a poller takes."""
+    """A socket or descriptor for a poller."""
     cut: int
-    """Connections that were cut for what they sent or did not read."""
+    """The number of connections cut because of data they sent or did not read."""
     refused: int
-    """Connections that did not have a key that is let in."""
+    """The number of connections refused because of their key."""
 
     def reads(self, wanted: bool) -> bool: ...
     def receive(self) -> list[tuple[bytes, list[memoryview]]]: ...
@@ -38,7 +38,7 @@ class Router(Protocol):
 
 
 class Replicated(Protocol):
-    """What the network side asks of a server's part in a group."""
+    """The methods of `Replication` that the network side uses."""
 
     def serves_reads(self) -> bool: ...
     def refusal(self, request: Request) -> Reply | None: ...
@@ -67,18 +67,18 @@ class Sockets:
 
     @property
     def refused_handshakes(self) -> int:
-        """Connections without a key that is let in."""
+        """The number of connections refused because of their key."""
         return self._router.refused
 
     def serve(self, stopped: threading.Event) -> None:
-        """Until ``stopped``; then closes its sockets."""
+        """Serve until ``stopped`` is set, then close the sockets."""
         try:
             self._serve(stopped)
         finally:
             self.close()
 
     def close(self) -> None:
-        """Closes the sockets; the thread that serves does it, or whoever made them where none does."""
+        """Close the sockets. The serving thread must call it, or their creator if no thread serves."""
         self._router.close()
         self._replies.close(0)
 
@@ -112,7 +112,7 @@ class Sockets:
         answer = None
         replication = self._replication
         if len(frames) == 2 and not self._draining.is_set() and (replication is None or replication.serves_reads()):
-            with contextlib.suppress(Exception):  # the long way finds out what is wrong, and tells
+            with contextlib.suppress(Exception):  # the full path finds and reports the error
                 answer = self._reads.plain(frames)
         if answer is None:
             reply = self._take(peer, frames)
@@ -121,7 +121,7 @@ class Sockets:
             self._router.send(peer, answer)
 
     def _take(self, peer: bytes, frames: list[memoryview]) -> Reply | None:
-        """Reads one message: a reply where it can be had at once, None where another thread will give it."""
+        """Handle one message; returns its reply, or None if another thread will reply."""
         size = sum(map(len, frames))
         self._metrics.bytes_in += size
         arrived = time.perf_counter()
@@ -134,13 +134,13 @@ class Sockets:
             if len(frames) > 3 or sum(request.counts) > self._limits.max_ids:
                 raise ConfigError(
                     f"a request must have at most 3 frames and {self._limits.max_ids} ids, got {len(frames)} and "
-                    f"{sum(request.counts)}; ask in smaller parts"
+                    f"{sum(request.counts)}; split it into smaller requests"
                 )
         except Exception as error:
             self._metrics.bad_messages += 1
             return error_reply(number, Status.BAD_REQUEST, f"shard {self._shard}: {error}")
         if self._draining.is_set():
-            return error_reply(number, Status.UNAVAILABLE, f"shard {self._shard} is going down")
+            return error_reply(number, Status.UNAVAILABLE, f"shard {self._shard} is shutting down")
         if self._replication is not None:
             refused = self._replication.refusal(request)
             if refused is not None:

@@ -1,4 +1,4 @@
-"""What a parameter server shows of itself: health, metrics and its status page."""
+"""The status page of a parameter server, with its health and metrics."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class ShownShard(Shown):
         self._last_write = (server.engine.shard.version, 0.0)
 
     def health(self) -> tuple[bool, str, bytes]:
-        well, found = self._server.health()
-        return well, JSON, json.dumps(found).encode()
+        healthy, found = self._server.health()
+        return healthy, JSON, json.dumps(found).encode()
 
     def ready(self) -> str:
-        well, found = self._server.health()
-        return "" if well else found["why"] or found["state"]
+        healthy, found = self._server.health()
+        return "" if healthy else found["why"] or found["state"]
 
     def metrics(self) -> bytes:
         return process_metrics() + self._server.metrics_text().encode()
@@ -95,9 +95,9 @@ class ShownShard(Shown):
             tile("writes applied", found["version"]),
             tile("last write", found["since_write_s"], "ago"),
             tile("rows", sum(each["rows"] for each in tables.values())),
-            tile("memory of tables", sum(each["bytes"] for each in tables.values()), "bytes"),
-            tile("workers remembered", found["streams"]),
-            tile("requests that wait", found["queued_bytes"], "bytes"),
+            tile("table memory", sum(each["bytes"] for each in tables.values()), "bytes"),
+            tile("known workers", found["streams"]),
+            tile("waiting requests", found["queued_bytes"], "bytes"),
             tile("checkpoint", found.get("checkpoint_age_seconds"), "ago",
                  "bad" if found["checkpoint_failures_total"] else "",
                  f"{found['checkpoint_failures_total']} could not be written"),
@@ -107,7 +107,7 @@ class ShownShard(Shown):
         charts = [
             chart("requests", {"reads": "reads", "writes": "writes", "failed": "failures"}, "per_s"),
             chart("p99", {"request": "request_p99", "disk": "sync_p99"}, "s"),
-            chart("batch sizes", {"ids of a request": "ids_per_request"}),
+            chart("batch sizes", {"ids per request": "ids_per_request"}),
             chart("writes applied", {"writes": "version"}),
             chart("rows", {"rows": "rows"}),
             chart("memory", {"tables": "bytes", "waiting": "queued_bytes"}, "bytes"),
@@ -119,14 +119,14 @@ class ShownShard(Shown):
             tiles += [
                 tile("role", group["role"], ""), tile("term", group["term"]),
                 tile("followers in sync", found["followers_in_sync"]),
-                tile("contact with the registry", "yes" if found["registry_contact"] else "no", "",
+                tile("registry contact", "yes" if found["registry_contact"] else "no", "",
                      "" if found["registry_contact"] else "bad"),
             ]  # fmt: skip
-            charts.append(chart("records that followers lack", {"worst": "follower_lag"}))
+            charts.append(chart("follower lag in records", {"worst": "follower_lag"}))
         if "archive_lag_records" in found:
             tiles.append(tile("archived", max(0, found["archive_age_seconds"]), "ago",
                               "bad" if found["archive_failures_total"] else ""))  # fmt: skip
-            charts.append(chart("records that the archive lacks", {"records": "archive_lag"}))
+            charts.append(chart("archive lag in records", {"records": "archive_lag"}))
         return page(
             f"Shoal parameter server, shard {found['shard']} of {found['of']}",
             about=f"{found['address']}, durability {found['durability']}",
@@ -144,10 +144,9 @@ class ShownShard(Shown):
 
 
 class RecentQuantile:
-    """The 99th percentile of what came to some histograms between two readings, as the bound of its bucket."""
+    """The 99th percentile of the values added to histograms between two readings, as its bucket's bound."""
 
-    def __init__(self, share: float = 0.99) -> None:
-        self._share = share
+    def __init__(self) -> None:
         self._before: list[int] = []
 
     def read(self, *histograms: Histogram) -> float | None:
@@ -159,7 +158,7 @@ class RecentQuantile:
         total, seen = sum(gained), 0
         for bound, count in zip((*histograms[0].bounds, histograms[0].bounds[-1]), gained, strict=True):
             seen += count
-            if total and seen >= self._share * total:
+            if total and seen >= 0.99 * total:
                 return bound
         return None
 

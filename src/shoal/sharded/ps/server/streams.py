@@ -1,4 +1,4 @@
-"""Exactly once: what the server remembers of each worker's stream of writes."""
+"""Exactly-once writes: the server's record of each worker's stream of writes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from shoal.sharded.ps.protocol import Status, buffer_of, nbytes_of
 
-ANSWER_OVERHEAD = 200  # bytes that a kept answer takes besides its payload
-FORGOTTEN = "this write ended with an answer that the server no longer keeps; it was not applied again"
+ANSWER_OVERHEAD = 200  # bytes of a kept answer besides its payload
+FORGOTTEN = "this write was handled before, but the server no longer has its answer; it was not applied again"
 
 
 class Verdict(Enum):
@@ -22,7 +22,7 @@ class Verdict(Enum):
 
 
 class Answer(NamedTuple):
-    """How a write ended, so that one that is sent again is told the same."""
+    """The outcome of a write, so that a repeated write gets the same answer."""
 
     status: Status = Status.OK
     payload: Sequence[Any] = ()
@@ -38,10 +38,10 @@ class Answer(NamedTuple):
 
 
 class Stream:
-    """One worker's writes: the last that was applied, and the answers that say more than OK.
+    """One worker's writes: the last one applied, and the answers that are more than OK.
 
-    An answer is kept until the worker says that it has it, since a worker whose connection was cut sends all writes
-    again that it has no answer for, not the last one alone.
+    An answer is kept until the worker confirms it, because a worker whose connection was cut repeats all writes that
+    it has no answer for, not only the last one.
     """
 
     __slots__ = ("answers", "forgotten", "last")
@@ -49,7 +49,7 @@ class Stream:
     def __init__(self, last: int = 0, forgotten: int = 0) -> None:
         self.last = last
         self.forgotten = forgotten
-        """The highest number whose answer said more than OK and is not kept any more."""
+        """The highest number whose answer was more than OK and is no longer kept."""
         self.answers: dict[int, Answer] = {}
 
     def answer(self, seq: int) -> Answer:
@@ -59,7 +59,7 @@ class Stream:
         return kept or Answer()
 
     def forget_until(self, seq: int) -> int:
-        """Drops the answers up to ``seq``; their bytes."""
+        """Drop the answers up to ``seq``; returns the number of bytes freed."""
         dropped = 0
         for number in [number for number in self.answers if number <= seq]:
             dropped += self.answers.pop(number).nbytes
@@ -70,10 +70,10 @@ class Stream:
 class Streams:
     """The streams of all workers.
 
-    A write is new when its number follows the last one applied, or one that the worker says it had an answer for (a
-    write that was refused leaves a gap). The least recently used stream is forgotten beyond ``capacity``; a worker
-    that comes back after that is taken as new. Answers take at most ``max_answer_bytes`` in all; beyond that the
-    answers of the least recently used streams go first, and a write whose answer is gone is told so, never OK.
+    A write is new if its number follows the last one applied, or one whose answer the worker has confirmed (a refused
+    write leaves a gap). Beyond ``capacity`` the least recently used stream is dropped; its worker counts as new if it
+    returns. All answers take at most ``max_answer_bytes``; beyond that those of the least recently used streams are
+    dropped first. A repeated write whose answer was dropped gets an error that says so, never OK.
     """
 
     def __init__(self, capacity: int = 1 << 16, max_answer_bytes: int = 256 << 20) -> None:
@@ -89,15 +89,15 @@ class Streams:
             return Verdict.DONE
         return Verdict.NEW if seq - 1 <= max(last, acked) else Verdict.GAP
 
-    def judge_records(self, stream: bytes, seq: int, behind: int) -> Verdict:
-        """Of a write that is of the records behind one number up to ``seq``: records are learnt once and in order."""
+    def judge_records(self, stream: bytes, seq: int, after: int) -> Verdict:
+        """The verdict on a write of the records after ``after`` up to ``seq``: each is learnt once, in order."""
         last = self.last(stream)
         if seq <= last:
             return Verdict.DONE
-        return Verdict.NEW if behind == last else Verdict.GAP if behind > last else Verdict.OVERLAP
+        return Verdict.NEW if after == last else Verdict.GAP if after > last else Verdict.OVERLAP
 
     def remember(self, stream: bytes, seq: int, answer: Answer, acked: int = 0) -> None:
-        """Write ``seq`` was applied or failed; the worker has the answers of all up to ``acked``."""
+        """Record the outcome of write ``seq``; the worker has confirmed all answers up to ``acked``."""
         known = self._streams.setdefault(stream, Stream())
         self._streams.move_to_end(stream)
         self._answer_bytes -= known.forget_until(acked)
@@ -112,7 +112,7 @@ class Streams:
             self.forgotten += 1
 
     def _make_room(self, newest: Stream) -> None:
-        """Drops answers until they fit; the newest answer always stays."""
+        """Drop answers until they fit; the newest answer always stays."""
         for known in self._streams.values():
             for number in sorted(known.answers):
                 if self._answer_bytes <= self.max_answer_bytes or (known is newest and number == newest.last):
@@ -120,12 +120,12 @@ class Streams:
                 self._answer_bytes -= known.forget_until(number)
 
     def answer(self, stream: bytes, seq: int) -> Answer:
-        """How write ``seq``, which is done, ended."""
+        """The outcome of the finished write ``seq``."""
         known = self._streams.get(stream)
         return Answer() if known is None else known.answer(seq)
 
     def last(self, stream: bytes) -> int:
-        """The number of the last write applied, 0 before the first."""
+        """The number of the last applied write; 0 before the first."""
         return self._streams[stream].last if stream in self._streams else 0
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class Streams:
         return {stream.hex(): known.last for stream, known in self._streams.items()}
 
     def dump_answers(self) -> dict[str, Any]:
-        """By stream: the answers that say more than OK as ``[number, status, payload]``, and what is not kept."""
+        """By stream: the answers that are more than OK as ``[number, status, payload]``, and ``forgotten``."""
 
         def encode(number: int, answer: Answer) -> list[Any]:
             return [number, int(answer.status), [base64.b64encode(buffer_of(part)).decode() for part in answer.payload]]
@@ -147,7 +147,7 @@ class Streams:
         }
 
     def load(self, numbers: Mapping[str, int], answers: Mapping[str, Any]) -> None:
-        """What `dump` and `dump_answers` gave; version 0.1 kept ``[status, payload]`` of the last write alone."""
+        """Load the results of `dump` and `dump_answers`. Version 0.1 kept only the last ``[status, payload]``."""
         self._streams = OrderedDict()
         self._answer_bytes = 0
         for stream, last in numbers.items():

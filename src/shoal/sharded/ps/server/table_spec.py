@@ -1,4 +1,4 @@
-"""What a table on a server is made from: configuration and options, as requests bring and manifests keep them."""
+"""The spec of a table on a server: its configuration and options, as in requests and manifests."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ OPTIONS: dict[str, type | tuple[type, ...]] = {
     "clocked": bool,
     "filter": (dict, type(None)),
 }
-"""What may be said of a table beside its configuration. With ``default_seed`` a table that exists may have another;
-``clocked`` tables refuse a time far ahead of the server's clock."""
+"""The options of a table in addition to its configuration. With ``default_seed`` an existing table can have another
+seed; ``clocked`` tables refuse times far ahead of the server's clock."""
 
 
 def parse_spec(config: Any, options: Any) -> dict[str, Any]:
@@ -34,13 +34,13 @@ def parse_spec(config: Any, options: Any) -> dict[str, Any]:
         spec = json.loads(bytes(options))
         EmbeddingHashTableConfig.FromString(bytes(config))
     except Exception as error:
-        raise DataError(f"CREATE brings a table configuration and JSON options ({error})") from None
+        raise DataError(f"CREATE must have a table configuration and JSON options ({error})") from None
     if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
         raise DataError("the options of CREATE must be a JSON object with a name")
     name = spec["name"]
     for key, value in spec.items():
         if key not in OPTIONS or not isinstance(value, OPTIONS[key]):
-            raise ConfigError(f"table {name!r}: CREATE knows the options {', '.join(OPTIONS)}, got {key!r}: {value!r}")
+            raise ConfigError(f"table {name!r}: the options of CREATE are {', '.join(OPTIONS)}, got {key!r}: {value!r}")
     if not name or "\n" in name or name.encode("utf-8", "replace").decode() != name:
         raise ConfigError(f"a table's name must be UTF-8, not empty and without line breaks, got {name!r}")
     if not all(isinstance(extra, str) for extra in spec.get("extra_restore_names", ())):
@@ -51,13 +51,13 @@ def parse_spec(config: Any, options: Any) -> dict[str, Any]:
 
 
 def build_table(spec: dict[str, Any], hash_filter: Any = None) -> HashTable:
-    """A table from its spec, with its filter unless one is given.
+    """Build a table from its spec, with the spec's filter unless one is given.
 
-    Background eviction is the server's work, so that it is logged.
+    The table has no background eviction: the server evicts, so that it is logged.
     """
     config = _config(spec)
     config.enable_feature_eviction = False
-    rates = [0.0] * len(config.entry_config.segments)  # every update brings its own
+    rates = [0.0] * len(config.entry_config.segments)  # every update carries its own
     return HashTable.from_config(
         HashTableConfigInstance(config, rates, spec.get("extra_restore_names")),
         name=spec["name"],
@@ -73,23 +73,23 @@ def _config(spec: dict[str, Any]) -> EmbeddingHashTableConfig:
     return EmbeddingHashTableConfig.FromString(bytes.fromhex(spec["config"]))
 
 
-# --- a table that exists under another spec ---------------------------------------------------------------------------
+# --- changing the spec of a table -------------------------------------------------------------------------------------
 
 
 def check_change(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Refuses a spec that the rows of a table made from another do not allow."""
+    """Raise for a new spec that the rows of the existing table do not allow."""
     difference = row_difference(_config(old), _config(new))
     if not difference and old.get("seed", 0) != new.get("seed", 0):
-        difference = f"new rows follow from seed {old.get('seed', 0)}, not {new.get('seed', 0)}"
+        difference = f"its new rows depend on seed {old.get('seed', 0)}, not {new.get('seed', 0)}"
     if difference:
         raise ConfigError(
-            f"table {new['name']!r} exists and cannot take another configuration: {difference}; ask for what it has, "
-            "or give the new table another name (the rows of this one stay)"
+            f"table {new['name']!r} exists, and its configuration cannot change so: {difference}; use its "
+            "configuration, or another name for a new table (the rows of this one stay)"
         )
 
 
 def change_table(table: HashTable, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Gives a table the settings of a spec that passed `check_change`; rows stay, and counts where they still fit."""
+    """Apply a spec that passed `check_change` to a table; keeps its rows, and its filter's counts if they fit."""
     kept: Any = table.hash_filter
     if old.get("filter") != new.get("filter"):
         counted: Any = kept
@@ -102,7 +102,7 @@ def change_table(table: HashTable, old: dict[str, Any], new: dict[str, Any]) -> 
 
 
 def same_counts(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Whether the counts of one spec's filter are counts of the other's."""
+    """Whether the filters of two specs can share their counts."""
     shapes = []
     for spec in (old, new):
         made = build_filter(spec.get("filter"), spec["name"])
@@ -114,7 +114,7 @@ def same_counts(old: dict[str, Any], new: dict[str, Any]) -> bool:
 
 
 def build_filter(spec: dict[str, Any] | None, name: str) -> Any:
-    """An admission filter from its description, or None."""
+    """Build an admission filter from its description; None without one."""
     if not spec:
         return None
     from shoal.table.filters import admission as filters

@@ -1,4 +1,4 @@
-"""The order of all writes: one thread applies them, one waits for the disk, one writes checkpoints meanwhile."""
+"""All writes, in order: one thread applies them, one waits for the disk, and one writes checkpoints."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from shoal.sharded.ps.server.snapshot import ShardSnapshot
 log = logging.getLogger("shoal.ps")
 
 TICK_S = 0.2  # between two checks whether the server still runs
-APPENDED = object()  # to the log: a wait for the disk has something to wait for
+APPENDED = object()  # tells `sync_loop` that a record was added to the log
 
 
 class Applied(NamedTuple):
-    """A write whose answer may leave once the log is on the disk up to ``number``."""
+    """A write whose reply can be sent once the log is on the disk up to ``number``."""
 
     waiting: Waiting
     reply: Reply
@@ -34,24 +34,24 @@ class Applied(NamedTuple):
 
 
 class Writes:
-    """What a server does to its shard. Answers to writes leave once they are as durable as was promised."""
+    """Applies writes to a server's shard. Replies are sent once the writes are as durable as configured."""
 
     def __init__(
         self, engine: Engine, backlog: Backlog, stopped: threading.Event, tables: Sequence[Request] = ()
     ) -> None:
         self._engine, self._backlog, self._stopped = engine, backlog, stopped
-        self._tables = list(tables)  # that the server makes once it can write
+        self._tables = list(tables)  # the server creates these once it can write
         self._syncs: SimpleQueue[Applied | object | None] = SimpleQueue()
         self._snapshots: SimpleQueue[tuple[Waiting, ShardSnapshot] | None] = SimpleQueue()
         self._own_checkpoint = threading.Lock()
         self.checkpoint_failures = 0
         self.appended: Callable[[], None] = lambda: None
-        """Called when a record is in the log."""
+        """Called when a record was added to the log."""
         self.safe: Callable[[list[Applied]], list[Applied]] = lambda done: done
-        """Of the writes on this disk, those whose answers may leave now. Who holds others back answers them."""
+        """Selects the writes, all on this disk, that can be answered now. It must answer the others itself later."""
 
     def end(self) -> None:
-        """Has every loop return once it has done what it was given."""
+        """End every loop once its queued work is done."""
         self._backlog.writes.put(None)
         self._syncs.put(None)
         self._snapshots.put(None)
@@ -59,7 +59,7 @@ class Writes:
     # --- the threads ----------------------------------------------------------------------------------------------
 
     def loop(self) -> None:
-        """Applies one write after another; with a log their answers go by way of `sync_loop`."""
+        """Apply one write after another; with a log, `sync_loop` sends the replies."""
         engine = self._engine
         logs = engine.durability == Durability.LOG
         if logs:
@@ -81,7 +81,7 @@ class Writes:
         self.appended()
 
     def between(self, call: Callable[[], Any], timeout: timedelta) -> Any:
-        """Calls a function between two writes, in their thread; its result, or what it raised."""
+        """Call a function between two writes, in their thread; returns its result or raises its error."""
         done: SimpleQueue[Future[Any]] = SimpleQueue()
         result: Future[Any] = Future()
 
@@ -102,7 +102,7 @@ class Writes:
         return result.result()
 
     def _next(self) -> Waiting | Callable[[], Any] | None:
-        """The next request. A server that had no room on its disk looks for it meanwhile."""
+        """Wait for the next request. A server with a full disk checks for free space meanwhile."""
         while self._engine.read_only:
             if self._engine.make_room():
                 self.make_tables()
@@ -114,7 +114,7 @@ class Writes:
         return self._backlog.writes.get()
 
     def make_tables(self) -> None:
-        """Makes the server's own tables; a server that is read-only checks them, and makes them once it can write."""
+        """Create the server's own tables. A read-only server only checks them, and creates them once it can write."""
         if self._engine.read_only:
             for request in self._tables:
                 self._engine.shard.check(request)
@@ -124,7 +124,7 @@ class Writes:
                 raise ConfigError(reply.text())
 
     def _write(self, waiting: Waiting) -> Reply | None:
-        """The answer, or None where `checkpoint_loop` will give it."""
+        """Handle a write; returns its reply, or None if `checkpoint_loop` will reply."""
         request = waiting.request
         late = expired(request)
         if late is not None:
@@ -137,7 +137,7 @@ class Writes:
 
     def _begin_checkpoint(self, waiting: Waiting) -> Reply | None:
         if self._engine.in_checkpoint:
-            return self._refused(waiting.request, "a checkpoint is being taken already")
+            return self._refused(waiting.request, "a checkpoint is already being written")
         try:
             if _names(waiting.request)[0]:
                 self._engine.mark_checkpoint(waiting.request)
@@ -147,7 +147,7 @@ class Writes:
         return None
 
     def begin_marked(self, request: Request) -> None:
-        """Begins the checkpoint that the leader kept by name at this place of its log."""
+        """Begin the checkpoint that the leader kept by name at this point in its log."""
         request.arrived = time.perf_counter()
         self._snapshots.put((self._backlog.take_in(lambda _: None, request), self._engine.begin_checkpoint()))
 
@@ -162,7 +162,7 @@ class Writes:
         return error_reply(request.request, Status.UNAVAILABLE, f"shard {self._engine.shard.index}: {why}")
 
     def checkpoint_loop(self) -> None:
-        """Writes checkpoints to the disk while `loop` continues."""
+        """Write checkpoints to the disk while `loop` continues."""
         with self._backlog.outlet() as outlet:
             while (begun := self._snapshots.get()) is not None:
                 waiting, snapshot = begun
@@ -175,9 +175,9 @@ class Writes:
                 del begun, waiting, snapshot
 
     def sync_loop(self) -> None:
-        """Waits for the disk, once for all that was logged meanwhile, and lets the answers go.
+        """Wait for the disk, once for all records logged meanwhile, then send the replies.
 
-        A wait begins when a write is in the log, beside the work of applying it.
+        A wait begins when a write is in the log, while the write is being applied.
         """
         engine = self._engine
         if engine.durability != Durability.LOG:
@@ -188,12 +188,12 @@ class Writes:
                 items = [self._syncs.get(), *_rest(self._syncs)]
                 ended = None in items
                 done = [item for item in items if isinstance(item, Applied)]
-                log_file = engine.log  # there is none while the server is read-only
+                log_file = engine.log  # None while the server is read-only
                 if log_file is not None and (
                     APPENDED in items or any(item.number > log_file.durable_number for item in done)
                 ):
                     begin = time.perf_counter()
-                    log_file.sync()  # an error here ends the server: what is on the disk is not known any more
+                    log_file.sync()  # an error here ends the server: the state of the disk is unknown
                     self._backlog.metrics.sync_seconds.add(time.perf_counter() - begin)
                 for waiting, reply, _ in self.safe(done):
                     self._backlog.answer(outlet, waiting, reply)
@@ -202,14 +202,14 @@ class Writes:
     # --- the server's own writes ----------------------------------------------------------------------------------
 
     def evict(self) -> None:
-        """Removes expired rows, in the order of all writes; what comes in the middle of a checkpoint is left out."""
+        """Remove expired rows, in order with other writes; an eviction during a checkpoint is skipped."""
         for name, table in list(self._engine.shard.tables.items()):
             request = Request(Op.EVICT, req_time=table.max_update_time, counts=[0], names=(name,))
             request.arrived = time.perf_counter()
             self._backlog.add(lambda _: None, request)
 
     def checkpoint(self, timeout: timedelta) -> str:
-        """Takes a checkpoint of now; its path."""
+        """Write a checkpoint; returns its path."""
         until = time.monotonic() + timeout.total_seconds()
         index = self._engine.shard.index
         with self._own_checkpoint:
@@ -220,32 +220,32 @@ class Writes:
                 failures = self.checkpoint_failures
                 self._backlog.add(replies.put, request)
                 while (reply := _within(replies, min(TICK_S, until - time.monotonic()))) is None:
-                    if self._stopped.is_set():  # nobody may be left to answer
-                        raise PeerError(f"shard {index}: no checkpoint, for the server has stopped")
+                    if self._stopped.is_set():  # there may be no thread left to reply
+                        raise PeerError(f"shard {index}: no checkpoint was written: the server has stopped")
                     if time.monotonic() > until:
-                        raise DeadlineError(f"shard {index}: no checkpoint within {timeout}")
+                        raise DeadlineError(f"shard {index}: no checkpoint was written within {timeout}")
                 if reply.status == Status.OK:
                     return reply.text()
                 if reply.status != Status.UNAVAILABLE or failures != self.checkpoint_failures:
                     raise PeerError(reply.text())
-                time.sleep(0.02)  # a worker's checkpoint is being taken
+                time.sleep(0.02)  # a worker's checkpoint is being written
 
 
 def _names(request: Request) -> tuple[str, list[str]]:
-    """The name that a checkpoint is to be kept under, if any, and those that stay beside it."""
+    """The name to keep a checkpoint under, if any, and the other names to keep."""
     if not memoryview(request.values).nbytes:
         return "", []
     try:
         keep_as, others = json.loads(bytes(request.values))
         if not isinstance(keep_as, str) or not all(isinstance(one, str) for one in others):
-            raise ValueError("names must be texts")
+            raise ValueError("names must be strings")
     except (ValueError, TypeError) as error:
-        raise DataError(f"CHECKPOINT brings nothing, or a name and a list of names as JSON ({error})") from None
+        raise DataError(f"CHECKPOINT must have no values, or a name and a list of names as JSON ({error})") from None
     return keep_as, list(others)
 
 
 def _within(queue: SimpleQueue[Any], seconds: float) -> Any:
-    """What comes next; None if nothing does for so long."""
+    """The next item; None if there is none within ``seconds``."""
     try:
         return queue.get(timeout=max(0.0, seconds))
     except Empty:
@@ -253,7 +253,7 @@ def _within(queue: SimpleQueue[Any], seconds: float) -> Any:
 
 
 def _rest(queue: SimpleQueue[Any]) -> list[Any]:
-    """Everything that waits in a queue now."""
+    """All items now in a queue."""
     found = []
     while True:
         try:

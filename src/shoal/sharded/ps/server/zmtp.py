@@ -1,7 +1,7 @@
 """The bytes of ZMTP 3, ZeroMQ's protocol, on a plaintext connection: greeting, commands and frames, with bounds.
 
-libzmq keeps the frames of a message until its last one has come, however many there are, and has no bound for that. A
-server that reads the protocol itself cuts a connection at the first frame too many.
+libzmq holds the frames of a message until the last one has arrived, without a bound on their number. A server that
+reads the protocol itself can cut a connection at the first frame too many.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 GREETING_BYTES = 64
 MORE, LONG, COMMAND = 1, 2, 4
 MAX_FRAMES = 8
-"""In one message. Requests have three; a few more are answered with an error, and beyond that the connection is cut."""
+"""The most frames in one message; with more, the connection is cut. A request has three; 4 to 8 give an error reply."""
 MAX_COMMAND_BYTES = 4096
 CHUNK_BYTES = 1 << 18
 
@@ -22,7 +22,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f" + bytes((3, 1)) + b"NULL".ljust(20, b"\0
 
 
 class ProtocolError(Exception):
-    """What came is not ZMTP, or more than is allowed; the connection is to be cut."""
+    """The received data is not ZMTP or exceeds a limit; the connection must be cut."""
 
 
 def command(name: bytes, body: bytes = b"") -> bytes:
@@ -38,7 +38,7 @@ def ready(socket_type: bytes) -> bytes:
 
 
 def message(frames: list[Any]) -> list[memoryview]:
-    """Buffers that are one message on the wire."""
+    """The buffers of one message on the wire."""
     parts: list[memoryview] = []
     last = len(frames) - 1
     for position, frame in enumerate(frames):
@@ -52,35 +52,35 @@ def message(frames: list[Any]) -> list[memoryview]:
 
 
 class Reader:
-    """What one peer sends, from its greeting on. Bytes go in by `buffer` and `received`, whole messages come out.
+    """Parses the bytes of one peer, from its greeting on. Read into `buffer`; `received` returns complete messages.
 
-    A frame's memory is taken when its length is known and touched as its bytes come; ``pending_bytes`` counts what has
-    come of a message that is not whole.
+    A frame's memory is allocated when its length is known and touched as its bytes arrive; ``pending_bytes`` counts
+    the bytes received of an incomplete message.
     """
 
     def __init__(self, max_frame_bytes: int, max_message_bytes: int) -> None:
         self._max_frame, self._max_message = max_frame_bytes, max_message_bytes
         self._greeted = self.established = False
-        self._head = b""  # of a frame, or of the greeting, that has not come whole
+        self._head = b""  # of an incomplete frame or greeting
         self._frames: list[memoryview] = []
-        self._frame: memoryview | None = None  # the one that is being filled
+        self._frame: memoryview | None = None  # the frame being filled
         self._filled = 0
         self._flags = 0
         self.pending_bytes = 0
         self.replies: list[bytes] = []
-        """Bytes to send to the peer: the rest of the handshake, and answers to its heartbeats."""
+        """Bytes to send to the peer: the rest of the handshake, and replies to its heartbeats."""
 
     def buffer(self, scratch: memoryview) -> memoryview:
-        """Where the next bytes go: into the frame that is being filled, or into ``scratch``."""
+        """The buffer for the next bytes: the rest of the frame being filled, or ``scratch``."""
         if self._frame is not None and len(self._frame) - self._filled >= len(scratch):
             return self._frame[self._filled :]
         return scratch
 
     def received(self, data: memoryview) -> list[list[memoryview]]:
-        """Takes what was read into the buffer that `buffer` gave; the messages that are whole now.
+        """Parse the bytes that were read into `buffer`'s result; returns the messages that are now complete.
 
         Raises:
-            ProtocolError: the connection is to be cut.
+            ProtocolError: the connection must be cut.
         """
         if self._frame is not None and data.obj is self._frame.obj:
             self._filled += len(data)
@@ -91,7 +91,7 @@ class Reader:
         if self._frame is not None:
             at = self._fill(data, 0)
             self._end_frame(whole)
-        if self._head:  # of which a few bytes had come
+        if self._head:  # a few bytes of it have arrived
             joined = memoryview(self._head + bytes(data[at:]))
             self._head = b""
             data, at = joined, 0
@@ -114,14 +114,14 @@ class Reader:
             return 0
         if bytes(data[12:32]).rstrip(b"\0") != b"NULL":
             raise ProtocolError(
-                f"it wants the mechanism {bytes(data[12:32]).rstrip(bytes(1))!r}, the server has no keys"
+                f"it wants the mechanism {bytes(data[12:32]).rstrip(bytes(1))!r}, but the server has no keys"
             )
         self._greeted = True
         self.replies.append(ready(b"ROUTER"))
         return GREETING_BYTES
 
     def _begin_frame(self, data: memoryview, at: int) -> int:
-        """Reads the head of a frame; where its body begins, or -1 where the head has not come whole."""
+        """Read the head of a frame; returns where its body begins, or -1 if the head is incomplete."""
         flags, left = data[at], len(data) - at
         if flags & ~7 or (flags & COMMAND and flags & MORE):
             raise ProtocolError(f"a frame has the flags {flags:#x}")
@@ -130,7 +130,7 @@ class Reader:
         size = struct.unpack_from(">Q", data, at + 1)[0] if flags & LONG else data[at + 1]
         if flags & COMMAND or not self.established:
             if not flags & COMMAND or size > MAX_COMMAND_BYTES:
-                raise ProtocolError("its handshake or a command of it is malformed")
+                raise ProtocolError("its handshake or one of its commands is malformed")
         elif size > self._max_frame or self.pending_bytes + size > self._max_message:
             raise ProtocolError(f"a frame must have at most {self._max_frame} bytes, got {size}")
         elif len(self._frames) >= MAX_FRAMES:
@@ -154,7 +154,7 @@ class Reader:
         return at + n
 
     def _end_frame(self, whole: list[list[memoryview]]) -> list[list[memoryview]]:
-        """Puts the frame where it belongs once it is whole."""
+        """Handle the frame once it is complete: a command, or part of a message."""
         frame = self._frame
         if frame is None or self._filled < len(frame):
             return whole
@@ -177,6 +177,6 @@ class Reader:
                 raise ProtocolError(f"its handshake ends with {name[:20]!r}")
             self.established = True
         elif name == b"PING":
-            self.replies.append(command(b"PONG", body[2:18]))  # its context, without how long it will wait
+            self.replies.append(command(b"PONG", body[2:18]))  # the ping's context, without its timeout
         elif name == b"ERROR":
             raise ProtocolError("it reports an error")
