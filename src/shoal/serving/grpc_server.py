@@ -1,4 +1,4 @@
-"""What every gRPC server of ours has: handlers, health, reflection."""
+"""Parts that all gRPC servers share: handlers, health, reflection."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ def unary(handler: Callable, request: Any = None, response: Any = None) -> Any:
 
 
 class _BothPools:
-    """Reflection over our private pool and protobuf's own."""
+    """Looks descriptors up in our private pool, then in protobuf's default pool."""
 
     def __getattr__(self, name: str) -> Callable:
         from google.protobuf import descriptor_pool
@@ -42,7 +42,7 @@ class _BothPools:
 
 
 def add_health_and_reflection(server: Any, services: Sequence[str]) -> Any:
-    """Adds both and reports ``services`` (and the server as a whole) as serving; returns the health servicer."""
+    """Add the health and reflection services, report ``services`` as serving, and return the health servicer."""
     servicer = health.HealthServicer()
     _add(server, services, servicer)
     for name in ("", *services):
@@ -51,7 +51,7 @@ def add_health_and_reflection(server: Any, services: Sequence[str]) -> Any:
 
 
 async def add_async_health_and_reflection(server: Any, services: Sequence[str]) -> Any:
-    """The same for a server of ``grpc.aio``."""
+    """:func:`add_health_and_reflection` for a ``grpc.aio`` server."""
     servicer = health.aio.HealthServicer()  # pyrefly: ignore
     _add(server, services, servicer)
     for name in ("", *services):

@@ -1,4 +1,4 @@
-"""Event loops on threads of their own: one that the process's model servers share, one that its clients share."""
+"""Event loops on their own threads: one shared by the process's model servers, one by its clients."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 class ServingLoop:
-    """An event loop on a thread of its own, as long as the process lives."""
+    """An event loop on its own thread, for the lifetime of the process."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -18,7 +18,7 @@ class ServingLoop:
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, Result], timeout: float) -> Result:
-        """Runs a coroutine there and waits for it here; raises TimeoutError when it takes longer."""
+        """Run a coroutine on the loop and wait for its result; raises TimeoutError if it takes longer."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result(timeout)
@@ -32,12 +32,12 @@ _loops: dict[str, ServingLoop] = {}
 
 
 def serving_loop() -> ServingLoop:
-    """The loop of the process's servers, where requests arrive and short ones are run; made at the first call."""
+    """The loop of the process's servers, which receives requests and runs short ones; created at the first call."""
     return _loop("shoal-serve")
 
 
 def client_loop() -> ServingLoop:
-    """The loop of the process's clients, made at the first call."""
+    """The loop of the process's clients; created at the first call."""
     return _loop("shoal-client")
 
 
@@ -49,7 +49,7 @@ def _loop(name: str) -> ServingLoop:
 
 
 def _forget() -> None:
-    """A forked child has no thread for the loops that it inherits."""
+    """Drop the loops in a forked child, which has no threads for them."""
     global _loops, _lock
     _loops, _lock = {}, threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Addresses of this machine and whether others answer."""
+"""This machine's addresses, and checks whether other addresses answer."""
 
 import ipaddress
 import os
@@ -17,7 +17,7 @@ class AddressFamily(StrEnum):
 
 
 def is_ipv6_address(ip: str) -> bool:
-    """Whether ``ip`` is a literal IPv6 address, without the brackets that it has before a port."""
+    """Whether ``ip`` is a literal IPv6 address without brackets."""
     try:
         return ipaddress.ip_address(ip).version == 6
     except ValueError:
@@ -30,7 +30,7 @@ def concat_ip_and_port(ip: str, port: int | str) -> str:
 
 
 def resolve(host: str, family: int) -> str | None:
-    """The first address of a host name in a family that is not loopback, else the first, else None."""
+    """A host name's first non-loopback address in a family, else its first address, else None."""
     try:
         found = [str(info[4][0]) for info in socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)]
     except OSError:
@@ -39,24 +39,24 @@ def resolve(host: str, family: int) -> str | None:
 
 
 def is_ipv4_supported() -> bool:
-    """Whether this host has an IPv4 address by its name."""
+    """Whether this host's name resolves to an IPv4 address."""
     return resolve(socket.gethostname(), socket.AF_INET) is not None
 
 
 def get_local_ip() -> str:
-    """This machine's address for others: ``MY_HOST_IP``, the resolved host name, or the one that packets leave from.
+    """The address at which others reach this machine: ``MY_HOST_IP``, the resolved host name, or the outgoing address.
 
-    Loopback only if there is nothing else.
+    Returns a loopback address only if there is no other.
     """
     if given := os.environ.get("MY_HOST_IP"):
         return given
     own = resolve(socket.gethostname(), socket.AF_INET) or resolve(socket.gethostname(), socket.AF_INET6)
     if own and not own.startswith("127.") and own != "::1":
         return own
-    for family, there in ((socket.AF_INET, "10.254.254.254"), (socket.AF_INET6, "2001:db8::1")):
+    for family, outside in ((socket.AF_INET, "10.254.254.254"), (socket.AF_INET6, "2001:db8::1")):
         with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
             try:
-                probe.connect((there, 9))  # a datagram socket sends nothing here
+                probe.connect((outside, 9))  # connecting a datagram socket sends nothing
                 ip = str(probe.getsockname()[0])
             except OSError:
                 continue
@@ -71,7 +71,7 @@ def get_local_server_addr(port: int) -> str:
 
 
 def find_free_port() -> int:
-    """A port that was free a moment ago. Prefer binding port 0 where you can."""
+    """A port that was free a moment ago. Bind port 0 instead if you can."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
@@ -92,7 +92,7 @@ def check_port_open(port: int) -> bool:
 
 
 class NodeAliveChecker:
-    """Which of some addresses accept TCP connections, checked once, when it is built."""
+    """Checks, once at construction, which of some addresses accept TCP connections."""
 
     def __init__(self, addrs: Sequence[str], timeout: float = 1, num_thread: int = 10) -> None:
         self._addrs = list(addrs)

@@ -1,4 +1,4 @@
-"""Predict messages to and from bytes, tensors read and written without message objects in between."""
+"""Converts Predict messages to and from bytes without intermediate message objects for tensors."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from shoal.serving.tensors import MAX_TENSOR_BYTES, decode_tensor_at, extent, sh
 from shoal.serving.wire import field, read_fields, varint
 
 Encoded = bytes | list[Any]
-"""A tensor as bytes, or as the chunks that make them up."""
+"""A serialised tensor, as bytes or as a list of chunks."""
 
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
 GET_MODEL_METADATA = "/tensorflow.serving.PredictionService/GetModelMetadata"
 GET_MODEL_STATUS = "/tensorflow.serving.ModelService/GetModelStatus"
 BY_ROW = "by_row"
-"""In the metadata, behind the name of an output: each of its rows depends on the same row of the inputs alone."""
+"""Suffix of an output's name in the metadata: each of its rows depends only on the same input row."""
 
 
 @dataclass(slots=True)
@@ -41,10 +41,10 @@ class PredictCall:
             raise DataError(f"input {alias!r}: {error}") from None
 
     def tensors(self, check: Callable[[dict[str, Any]], None], max_bytes: int = MAX_TENSOR_BYTES) -> dict[str, Any]:
-        """All inputs, decoded after ``check`` has seen what they say they are.
+        """All inputs, decoded after ``check`` has seen their declared dtypes and shapes.
 
         Raises:
-            DataError: one cannot be decoded, or all of them together would take more than ``max_bytes``.
+            DataError: one cannot be decoded, or together they would take more than ``max_bytes``.
         """
         heads = {}
         for alias, (begin, size) in self.inputs.items():
@@ -61,9 +61,9 @@ class PredictCall:
 
 @dataclass(slots=True)
 class Asked:
-    """One request: what it is for, how to read its inputs, and what its outputs become.
+    """One request: the model it asks for, how to read its inputs, and how to encode its outputs.
 
-    ``read`` is given ``check``, which it calls with the names and forms of the inputs before it decodes them.
+    ``read`` receives ``check`` and calls it with the inputs' names and forms before decoding them.
     """
 
     spec: ModelSpec
@@ -72,9 +72,9 @@ class Asked:
     identity: str = ""
     finish: Callable[[bytes, dict[str, Any]], Any] = lambda spec, outputs: (spec, outputs)
     call: PredictCall | None = None
-    """The message that it came as; then ``finish`` is what encodes the answer."""
+    """The serialised request, if it came as bytes; ``finish`` then encodes the answer."""
     one_version: bool = False
-    """Whether it is part of a prediction of the version that it names, which must not go away meanwhile."""
+    """Whether it is part of a prediction of the version that it names, which must stay loaded meanwhile."""
 
 
 def model_spec(name: str, signature_name: str = "", version: int | None = None) -> ModelSpec:
@@ -85,7 +85,7 @@ def model_spec(name: str, signature_name: str = "", version: int | None = None) 
 
 
 def encode_request(spec: ModelSpec, inputs: Mapping[str, Encoded], output_filter: Iterable[str] = ()) -> bytes:
-    """A PredictRequest; ``inputs`` are what :func:`encode_tensor` or :func:`tensor_chunks` gives."""
+    """A PredictRequest; ``inputs`` come from :func:`encode_tensor` or :func:`tensor_chunks`."""
     chunks = [field(1, spec.SerializeToString())]
     for alias, tensor in inputs.items():
         _add_entry(chunks, 2, alias, tensor)
@@ -103,7 +103,7 @@ def _add_entry(chunks: list, number: int, alias: str, tensor: Encoded) -> None:
 
 
 def decode_request(data: bytes) -> PredictCall:
-    """Raises DataError for bytes that are not a PredictRequest."""
+    """Parse a request; raises DataError for bytes that are not a PredictRequest."""
     try:
         specs, tensors, filters = _core.predict_parts(data)
         spec = ModelSpec()
@@ -171,8 +171,8 @@ _TORCH = {code: dtype for dtype, (code, _) in _KINDS.items()}
 def join_calls(calls: Sequence[PredictCall]) -> tuple[dict[str, Any], list[int]] | None:
     """({alias: all calls' tensors, one after another}, rows of each call).
 
-    None when they do not ask alike: other inputs, dtypes or shapes, different numbers of rows within one call, or
-    a tensor that is broken. Those are to be read one by one, which says what is wrong.
+    None if they cannot be joined: their inputs, dtypes or shapes differ, a call's inputs have different numbers of
+    rows, or a tensor is malformed. Read them one by one then; that reports what is wrong.
     """
     aliases = calls[0].inputs.keys()
     if not aliases or any(call.inputs.keys() != aliases for call in calls):
@@ -198,7 +198,7 @@ def join_calls(calls: Sequence[PredictCall]) -> tuple[dict[str, Any], list[int]]
 
 
 def _dtype_of(data: bytes, begin: int, size: int) -> int:
-    """The dtype that a tensor begins with, as writers put it first; -1 where it does not."""
+    """The dtype at the start of a serialised tensor, where writers put it; -1 if it is not there."""
     return data[begin + 1] if size >= 2 and data[begin] == 0x08 and data[begin + 1] < 0x80 else -1
 
 
@@ -208,7 +208,7 @@ def plain_dtype(code: int) -> torch.dtype:
 
 
 def plain_outputs(outputs: Mapping[str, Any], rows: int) -> tuple[list[tuple], list[torch.Tensor]] | None:
-    """Outputs of ``rows`` rows as the native writer takes them, and what must live until it is done.
+    """Outputs of ``rows`` rows in the native writer's form, and the objects to keep alive until it is done.
 
     None where an output is not of a plain dtype or shape.
     """
@@ -224,6 +224,6 @@ def plain_outputs(outputs: Mapping[str, Any], rows: int) -> tuple[list[tuple], l
 
 
 def split_answers(spec: bytes, outputs: Mapping[str, Any], rows: list[int]) -> list[bytes] | None:
-    """A serialised PredictResponse for each number of rows; None where an output is not of a plain dtype or shape."""
+    """A serialised PredictResponse for each number of rows; None if an output lacks a plain dtype or shape."""
     found = plain_outputs(outputs, sum(rows))
     return None if found is None else _core.split_responses(spec, found[0], rows)

@@ -1,4 +1,4 @@
-"""TLS and tokens of gRPC: what clients present, and ports that demand it."""
+"""TLS and tokens for gRPC: the credentials that clients present, and ports that require them."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,16 +18,16 @@ PUSH_MESSAGE_BYTES = 32 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSecurity:
-    """What a client presents: a CA to check the server by, its own certificate for mutual TLS, a bearer token."""
+    """A client's credentials: a CA to verify the server, its own certificate for mutual TLS, a bearer token."""
 
     ca: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
     token: str = field(default="", repr=False)
     server_name: str = ""
-    """Name that the server's certificate must carry, when it is not the one dialled."""
+    """Name that the server's certificate must have, if it is not the host name in the address."""
     allow_insecure: bool = False
-    """Send the token off loopback without TLS all the same, where anyone on the way can read it."""
+    """Send the token to other machines even without TLS; anyone on the network path can read it."""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
@@ -38,11 +38,11 @@ class ClientSecurity:
         return self.ca is not None or self.certificate is not None
 
     def check_token(self, address: str) -> None:
-        """Raises unless ``host:port`` may get the token: by TLS, on this machine, or since it was asked for by name."""
+        """Raise unless ``host:port`` may get the token: over TLS, on this machine, or explicitly allowed."""
         if not self.token or self.encrypts or self.allow_insecure or is_loopback(address):
             return
         raise ConfigError(
-            f"refusing to send a token to {address} without TLS, where anyone on the way can read it; set "
+            f"refusing to send a token to {address} without TLS, because anyone on the network path could read it; set "
             "ca (--tls-ca), or pass allow_insecure=True (--allow-insecure)"
         )
 
@@ -51,18 +51,18 @@ _client_security: ClientSecurity | None = None
 
 
 def set_client_security(security: ClientSecurity | None) -> None:
-    """What this process's outgoing serving channels present; ``None`` = plain channels."""
+    """Set the credentials of this process's outgoing serving channels; ``None`` = plain channels."""
     global _client_security
     _client_security = security
 
 
 def client_security() -> ClientSecurity | None:
-    """The process's setting."""
+    """The credentials that :func:`set_client_security` set."""
     return _client_security
 
 
 def open_channel(address: str, max_bytes: int = MAX_MESSAGE_BYTES, security: ClientSecurity | None = None) -> Any:
-    """A gRPC channel to ``address``, secured by ``security`` or by the process's setting.
+    """A gRPC channel to ``address`` with ``security``, or with the credentials of :func:`set_client_security`.
 
     Raises:
         ConfigError: the token would leave this machine without TLS, and ``allow_insecure`` is not set.
@@ -74,7 +74,7 @@ def open_channel(address: str, max_bytes: int = MAX_MESSAGE_BYTES, security: Cli
         ("grpc.max_send_message_length", max_bytes),
         ("grpc.max_receive_message_length", max_bytes),
         ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.min_reconnect_backoff_ms", 5000),  # how long one attempt may take, the server's first words included
+        ("grpc.min_reconnect_backoff_ms", 5000),  # how long one connection attempt may take, including the handshake
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.enable_http_proxy", 0),
@@ -116,7 +116,7 @@ class _Details(grpc.ClientCallDetails):
 
 
 def caller(context: Any, security: ServerSecurity) -> str | None:
-    """The identity behind a gRPC call, None when it must be refused."""
+    """The identity of a gRPC call's caller; None if the call must be refused."""
     bearer = ""
     for key, value in context.invocation_metadata():
         if key == "authorization" and value.startswith("Bearer "):
@@ -126,9 +126,9 @@ def caller(context: Any, security: ServerSecurity) -> str | None:
 
 
 def bind(server: Any, address: str, security: ServerSecurity) -> int:
-    """Opens the server's port under ``security``; returns the port."""
+    """Open the server's port with ``security``; returns the port."""
     security.check_bind(address)
-    if hasattr(server, "bind"):  # it has its own TLS
+    if hasattr(server, "bind"):  # the native front end, which handles TLS itself
         return server.bind(address)
     try:
         if security.certificate is None:
@@ -140,5 +140,5 @@ def bind(server: Any, address: str, security: ServerSecurity) -> int:
     except RuntimeError:
         port = 0
     if not port:
-        raise ConfigError(f"cannot listen on {address}: the address is in use or not of this machine")
+        raise ConfigError(f"cannot listen on {address}: the address is in use or does not belong to this machine")
     return port

@@ -3,7 +3,12 @@
 from enum import IntEnum
 from typing import Any
 
+import grpc
+
 from shoal.errors import ShoalError
+
+MAX_DETAILS = 2000  # characters of an error; gRPC sends them as a header, which is bounded
+GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Code(IntEnum):
@@ -33,8 +38,9 @@ class StatusError(ShoalError):
 
     Attributes:
         code: the gRPC code, an int.
-        message: what happened, for people.
-        metadata: what would have been right, for programs: a server sends it as trailing metadata.
+        message: a description of the failure.
+        metadata: the values that would have been accepted, in machine-readable form; a server sends them as trailing
+            metadata.
     """
 
     code: int
@@ -54,7 +60,7 @@ class StatusError(ShoalError):
     def __str__(self) -> str:
         return self.message
 
-    def __reduce__(self) -> tuple:  # by the public name: the class with code 3 or 6 is another one
+    def __reduce__(self) -> tuple:  # pickled by the public name: codes 3 and 6 use another class
         return StatusError, (self.code, self.message)
 
 
@@ -78,7 +84,7 @@ def unavailable(message: str) -> StatusError:
 
 
 def from_rpc_error(error: Any) -> StatusError:
-    """The :class:`StatusError` of a ``grpc.RpcError``."""
+    """Convert a ``grpc.RpcError`` to a :class:`StatusError`."""
     code = error.code() if hasattr(error, "code") else None
     number = code.value[0] if code is not None else int(Code.UNKNOWN)
     text = error.details() if hasattr(error, "details") else str(error)
@@ -86,3 +92,13 @@ def from_rpc_error(error: Any) -> StatusError:
     if hasattr(error, "trailing_metadata"):
         status.metadata = tuple((key, value) for key, value in error.trailing_metadata() or ())
     return status
+
+
+async def abort(context: Any, error: StatusError) -> Any:
+    """End a call of a ``grpc.aio`` server with an error."""
+    text = error.message
+    if len(text) > MAX_DETAILS:
+        text = f"{text[:MAX_DETAILS]} … ({len(text)} characters)"
+    if error.metadata:
+        context.set_trailing_metadata(error.metadata)
+    await context.abort(GRPC_CODES[error.code], text)

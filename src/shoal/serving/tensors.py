@@ -17,12 +17,12 @@ from shoal.proto.serving.tensor_pb2 import DataType, TensorProto
 from shoal.serving.wire import decode_varints, encode_varints, field, read_varint, varint
 
 MAX_TENSOR_BYTES = 2**31 - 1
-"""The largest tensor that is decoded, which is also gRPC's largest message."""
+"""The largest tensor that is decoded; also gRPC's largest message."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How one dtype travels: ``list_field`` holds ``wire`` elements; ``bits`` is the numpy dtype of tensor_content."""
+    """How a dtype is encoded: ``list_field`` holds ``wire`` elements; ``bits`` is tensor_content's numpy dtype."""
 
     code: int
     name: str
@@ -54,13 +54,8 @@ _STRING = _BY_CODE[7]
 NAME_OF_DTYPE = {kind.torch: kind.name for kind in _KINDS if kind.torch is not None}
 
 
-def dtype_name(code: int) -> str:
-    """``int64`` for 9 and so on; ``dtype 99`` for a code that is not known."""
-    return _BY_CODE[code].name if code in _BY_CODE else f"dtype {code}"
-
-
 def dtype_code(dtype: Any) -> int:
-    """The DataType of a torch dtype, of ``bytes``/``str``, or of the name that :func:`dtype_name` gives."""
+    """The DataType of a torch dtype, of ``bytes``/``str``, or of a name such as ``int64``."""
     if dtype in (bytes, str):
         return _STRING.code
     if isinstance(dtype, str):
@@ -68,7 +63,7 @@ def dtype_code(dtype: Any) -> int:
             if kind.name == dtype:
                 return kind.code
     if dtype not in _BY_TORCH:
-        raise DataError(f"{dtype} has no tensor form; use one of {', '.join(kind.name for kind in _KINDS)}")
+        raise DataError(f"dtype {dtype} cannot be sent; use one of {', '.join(kind.name for kind in _KINDS)}")
     return _BY_TORCH[dtype].code
 
 
@@ -104,7 +99,7 @@ def encode_tensor(tensor: Any) -> bytes:
 
 
 def tensor_chunks(tensor: Any) -> list[Any]:
-    """The same as chunks; a float tensor's memory is one of them, not copied."""
+    """Like :func:`encode_tensor`, as a list of chunks; a float tensor's memory is one of them and is not copied."""
     kind, shape, array = _as_array(tensor)
     dims = b"".join(field(2, b"\x08" + varint(size) if size else b"") for size in shape)
     head = b"\x08" + varint(kind.code) + field(2, dims)
@@ -167,16 +162,16 @@ def decode_tensor(data: memoryview | bytes, max_bytes: int = MAX_TENSOR_BYTES) -
 
 @dataclass(frozen=True, slots=True)
 class TensorHead:
-    """What a serialised tensor says it is, read before any memory is taken for it."""
+    """The declared dtype and shape of a serialised tensor, read before allocating memory for it."""
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    """Bytes that it takes when it is decoded."""
+    """Size in bytes once decoded."""
 
 
 def tensor_head(data: bytes, begin: int, size: int, max_bytes: int = MAX_TENSOR_BYTES) -> TensorHead:
-    """The head of a serialised ``TensorProto``; raises DataError for one that :func:`decode_tensor_at` refuses."""
+    """The head of a serialised ``TensorProto``; raises DataError if :func:`decode_tensor_at` would refuse it."""
     kind, shape, count, _ = _parsed(data, begin, size, max_bytes)
     return TensorHead(kind.name, tuple(shape), count * np.dtype(kind.bits).itemsize)
 
@@ -207,9 +202,9 @@ def _parsed(data: bytes, begin: int, size: int, max_bytes: int) -> tuple[_Kind, 
 
 
 def extent(shape: Iterable[int]) -> int:
-    """The number of values of a shape if its empty dimensions had one each.
+    """The number of values in a shape, counting empty dimensions as size 1.
 
-    A shape whose extent does not fit into memory cannot be worked with even if it is empty: strides overflow.
+    A shape whose extent does not fit into memory is unusable even if it is empty: its strides overflow.
     """
     return math.prod(length or 1 for length in shape)
 
@@ -217,7 +212,7 @@ def extent(shape: Iterable[int]) -> int:
 def decode_tensor_at(data: bytes, begin: int, size: int, max_bytes: int = MAX_TENSOR_BYTES) -> Any:
     """The tensor of a serialised ``TensorProto``. Float lists are read in place: it may share ``data``'s memory.
 
-    ``max_bytes`` bounds the tensor, whatever its shape claims, before memory is taken for it.
+    ``max_bytes`` limits the tensor's size; it is checked against the shape before memory is allocated.
     """
     kind, shape, count, (content_at, spans, fields, unpacked) = _parsed(data, begin, size, max_bytes)
     content = memoryview(data)[content_at[0] : content_at[0] + content_at[1]] if content_at[1] else b""
@@ -253,7 +248,7 @@ def decode_tensor_at(data: bytes, begin: int, size: int, max_bytes: int = MAX_TE
 
 
 class _Shared:
-    """An array's memory, offered as writable: received bytes are read-only, which torch cannot express."""
+    """An array's memory, exposed as writable: received bytes are read-only, which torch cannot express."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.owner = array
@@ -263,7 +258,7 @@ class _Shared:
 
 
 def shared_tensor(array: np.ndarray) -> torch.Tensor:
-    """A tensor over an array's memory, or over a copy where that is not aligned; nobody may write to it."""
+    """A tensor over an array's memory, or over a copy if that is not aligned. It must not be written to."""
     if not array.flags.writeable:
         array = np.asarray(_Shared(array)) if array.size and array.flags.aligned else array.copy()
     return torch.from_numpy(array)
@@ -295,7 +290,7 @@ def _decode_lists(kind: _Kind, lists: list[memoryview], count: int) -> np.ndarra
 
 
 def _gathered(kind: _Kind, data: bytes, begin: int, size: int, count: int) -> np.ndarray:
-    """The values of a list whose elements come one by one, or in very many lists."""
+    """The values of a list whose elements are unpacked or spread over very many packed lists."""
     floats = kind.wire in ("f4", "f8")
     width = int(kind.wire[1]) if floats else 0
     raw = _core.tensor_values(data, begin, size, kind.list_field, width, count)
@@ -303,7 +298,7 @@ def _gathered(kind: _Kind, data: bytes, begin: int, size: int, count: int) -> np
 
 
 def _narrowed(kind: _Kind, array: np.ndarray) -> np.ndarray:
-    """Integers that travelled as varints, in their own dtype."""
+    """Integers decoded from varints, converted to their own dtype."""
     if kind.wire == "varint" and array.dtype != np.dtype(kind.bits):
         return array != 0 if kind.bits == "?" else array.astype(kind.bits)
     return array.astype(np.uint16) if kind.wire == "bits" else array

@@ -1,4 +1,4 @@
-"""Protobuf's wire form without message objects, for messages that are mostly one long array."""
+"""Protobuf's wire format without message objects, for messages that are mostly one long array."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,7 @@ def read_varint(data: memoryview | bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         if at >= len(data) or shift > 63:
-            raise DataError(f"the message is cut off or not protobuf: a varint at byte {at} has no end")
+            raise DataError(f"the message is cut off or not protobuf: a varint does not end by byte {at}")
         byte = data[at]
         at += 1
         value |= (byte & 0x7F) << shift
@@ -62,7 +62,7 @@ def read_fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]
             raise DataError(f"the message is not protobuf: wire type {kind} of field {number} at byte {at}")
         if number == 0 or size > end - at:
             raise DataError(
-                f"the message is cut off: field {number} at byte {at} wants {size} bytes, {end - at} are left"
+                f"the message is cut off: field {number} at byte {at} needs {size} bytes, but {end - at} are left"
             )
         yield number, kind, data[at : at + size]
         at += size
@@ -74,7 +74,7 @@ def signed(value: int) -> int:
 
 
 def encode_varints(values: np.ndarray) -> memoryview:
-    """Packed varints of an int64 array."""
+    """Encode an int64 array as packed varints."""
     values = np.ascontiguousarray(values, dtype=np.int64)
     out = np.empty(_core.varint_size(values.ctypes.data, values.size), np.uint8)
     _core.varint_encode(values.ctypes.data, values.size, out.ctypes.data)
@@ -82,7 +82,7 @@ def encode_varints(values: np.ndarray) -> memoryview:
 
 
 def decode_varints(data: memoryview, limit: int) -> np.ndarray:
-    """The int64 array of packed varints; more than ``limit`` is an error, found before memory is taken."""
+    """Decode packed varints to an int64 array; more than ``limit`` is an error, raised before allocating memory."""
     raw = np.frombuffer(data, np.uint8)
     count = _core.varint_count(raw.ctypes.data, raw.size)
     if count < 0:

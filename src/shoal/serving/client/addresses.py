@@ -1,4 +1,4 @@
-"""Where remote sub-graphs are served: the process's table of addresses and how it stays fresh."""
+"""The process's address table: which addresses serve each remote sub-graph."""
 
 import logging
 import os
@@ -34,10 +34,11 @@ class FixedTable:
 
 
 class AgentHeartbeat:
-    """The address table that the local agent process tells, refreshed in the background.
+    """The address table reported by the local agent process, refreshed in the background.
 
-    One refresh asks for PS, then for DENSE replicas and merges them; where both have a key the first wins. A failing
-    half keeps what it last answered. Safe to read from any thread: tables are swapped, never changed.
+    A refresh asks for the PS replicas, then the DENSE replicas, and merges them; if both have a key, PS wins. If one
+    request fails, its last answer is kept. Safe to read from any thread: a refresh replaces the table and never
+    modifies it.
 
     Args:
         agent_address: ``host:port`` of the agent; None = ``localhost:$PORT2``.
@@ -49,7 +50,7 @@ class AgentHeartbeat:
             port = os.environ.get("PORT2")
             if not port:
                 raise ConfigError(
-                    "AgentHeartbeat: PORT2, the local agent's port, is not set; set it or give agent_address"
+                    "AgentHeartbeat: PORT2, the local agent's port, is not set; set it or pass agent_address"
                 )
             agent_address = f"localhost:{port}"
         self.agent_address = agent_address
@@ -75,7 +76,7 @@ class AgentHeartbeat:
         return self._state[1]
 
     def refresh(self) -> None:
-        """One refresh now. A failed RPC keeps the last good answer of its half and does not raise."""
+        """Refresh now. A failed RPC does not raise; the last good answer to it is kept."""
         with self._lock:
             for server_type in (ServerType.PS, ServerType.DENSE):
                 try:
@@ -108,13 +109,13 @@ _default: AgentHeartbeat | None = None
 
 
 def set_address_table(table: Mapping[str, Sequence[str]] | AgentHeartbeat | FixedTable | None) -> None:
-    """Puts a fixed ``{key: [address]}`` table or an ``AgentHeartbeat`` in place of the process's own; None undoes."""
+    """Replace the process's address table with ``{key: [address]}`` or an ``AgentHeartbeat``; None undoes it."""
     global _override
     _override = FixedTable(table) if isinstance(table, Mapping) else table
 
 
 def address_table() -> FixedTable | AgentHeartbeat:
-    """The table in force; the process's ``AgentHeartbeat`` is made at the first call."""
+    """The current table; the first call creates the process's ``AgentHeartbeat``."""
     global _default
     if _override is not None:
         return _override
@@ -125,7 +126,7 @@ def address_table() -> FixedTable | AgentHeartbeat:
 
 
 def route(table: Any, model_name: str, task: int, old_model_name: str | None) -> tuple[str, str]:
-    """(name sent, table key) of a remote call."""
+    """(model name to send, key in the address table) for a remote call."""
     if table.api_version == 1:
         return model_name, model_name
     if old_model_name:

@@ -1,4 +1,4 @@
-"""One call of a model until it is answered: replicas one after another, pauses between rounds, all in one deadline."""
+"""One call to a model, retried within one deadline: each replica in turn, with pauses between rounds."""
 
 import asyncio
 import random
@@ -17,13 +17,13 @@ from shoal.serving.status import Code, StatusError, from_rpc_error
 FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS = 0.02, 0.5
 
 AGAIN = frozenset({Code.UNAVAILABLE, Code.ABORTED, Code.CANCELLED, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED})
-"""Codes of a server that fails or cannot be reached. Another server, or the same one later, may answer."""
+"""Status codes of a server that failed or could not be reached. Another server, or the same one later, may succeed."""
 LOST = ("stream removed", "rst_stream", "goaway", "socket closed", "connection reset", "broken pipe")
 """Words in gRPC's message when a connection broke during a call and the code is UNKNOWN or INTERNAL."""
 
 
 def may_retry(error: StatusError) -> bool:
-    """Whether the same request may succeed elsewhere or later. A request that is wrong is wrong everywhere."""
+    """Whether the same request may succeed on another server or later. An invalid request fails everywhere."""
     if error.code in (Code.UNKNOWN, Code.INTERNAL):
         return any(word in error.message.lower() for word in LOST)
     return error.code in AGAIN and not is_too_large(error)
@@ -39,29 +39,29 @@ class Caller:
     """Calls methods of a model's replicas. Used on one event loop.
 
     Args:
-        what: the model, as errors name it.
+        what: the model's name in error messages.
         retries: further attempts after the first; None = as many as the deadline allows.
-        nobody: says why there is no replica, for the error.
+        why_none: returns why there is no replica, for the error message.
     """
 
     def __init__(
-        self, what: str, channels: Channels, replicas: ReplicaSet, retries: int | None, nobody: Callable[[], str]
+        self, what: str, channels: Channels, replicas: ReplicaSet, retries: int | None, why_none: Callable[[], str]
     ) -> None:
         self.what, self.replicas, self.retries = what, replicas, retries
-        self._channels, self._nobody = channels, nobody
+        self._channels, self._why_none = channels, why_none
         self._joined = asyncio.Event()
 
     def replicas_changed(self) -> None:
-        """Wakes the calls that wait for a replica."""
+        """Wake the calls that wait for a replica."""
         self._joined.set()
         self._joined = asyncio.Event()
 
     async def call(self, method: str, payload: bytes, end: float) -> tuple[bytes, str]:
-        """(the answer, the address that it came from); ``end`` is a time of ``time.monotonic``.
+        """Return (answer, address that it came from); ``end`` is the deadline on the ``time.monotonic`` clock.
 
         Raises:
-            StatusError: the request is wrong, which is told at once, or the last of ``retries`` attempts failed.
-            TimeoutError: nobody answered it in time.
+            StatusError: the request is invalid (raised at once), or the last of ``retries`` attempts failed.
+            TimeoutError: no replica answered in time.
         """
         tried: set[str] = set()
         missing: dict[str, StatusError] = {}
@@ -84,7 +84,7 @@ class Caller:
             tried.add(replica.address)
             others = any(address not in tried and address not in missing for address in self.replicas.addresses)
             try:
-                # One that hangs must leave time for the others.
+                # A replica that hangs must leave time for the others.
                 return await self._attempt(
                     replica, method, payload, (end - now) / (2 if others else 1)
                 ), replica.address
@@ -109,15 +109,15 @@ class Caller:
             call = self._channels.call(replica.address, method).future(
                 payload, timeout=timeout, metadata=tracing.current() or None
             )
-        except ValueError as error:  # the channel was closed since its address has left
+        except ValueError as error:  # the channel was closed because its address was removed
             raise StatusError(Code.UNAVAILABLE, str(error)) from None
 
-        def tell(_: Any) -> None:
+        def wake(_: Any) -> None:
             loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
 
         replica.in_flight += 1
         try:
-            call.add_done_callback(tell)
+            call.add_done_callback(wake)
             await done
             answer = call.result()
             replica.answered()
@@ -131,9 +131,9 @@ class Caller:
             call.cancel()
 
     def too_late(self, seconds: float) -> StatusError:
-        """The error of a request that was not answered within its deadline: what is known of each replica."""
+        """The error for a request that missed its deadline, with the state of each replica."""
         if not len(self.replicas):
-            return StatusError(Code.UNAVAILABLE, f"{self.what}: {self._nobody()}")
+            return StatusError(Code.UNAVAILABLE, f"{self.what}: {self._why_none()}")
         failing = [each for each in self.replicas if each.failures]
         states = [f"{each.address}: {each.last_error}" for each in failing]
         states += [f"{each.address} is up" for each in self.replicas if not each.failures]

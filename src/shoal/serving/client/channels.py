@@ -1,4 +1,4 @@
-"""gRPC channels by address, which every client of this room calls through."""
+"""gRPC channels by address, shared by the clients in this package."""
 
 import threading
 from collections.abc import Collection
@@ -11,7 +11,7 @@ class Channels:
     """One channel per address, opened at the first call. Any thread may call any method.
 
     Args:
-        security: what the channels present; None = the process's setting when a channel is opened.
+        security: the credentials that channels present; None = the process's setting when a channel is opened.
     """
 
     def __init__(self, security: ClientSecurity | None = None) -> None:
@@ -30,7 +30,7 @@ class Channels:
             return methods[method]
 
     def keep(self, addresses: Collection[str]) -> None:
-        """Closes the channels to all other addresses; calls under way on those end as cancelled."""
+        """Close the channels to all other addresses; their calls in progress end as cancelled."""
         with self._lock:
             gone = [self._open.pop(address) for address in list(self._open) if address not in addresses]
         for channel, _ in gone:

@@ -28,7 +28,7 @@ from shoal.serving.tensors import decode_tensor, encode_tensor
 MAX_CALL_BYTES = 16 * 1024 * 1024
 """A larger call is cut into parts; servers accept 32 MiB by default."""
 SLACK_SECS = 5.0
-"""How much longer than its deadline a blocking call waits for the thread that keeps the deadlines."""
+"""How long a blocking call waits past its deadline for the event loop, which enforces deadlines."""
 
 
 _CLOSED = "closed"
@@ -40,7 +40,7 @@ class _Target(NamedTuple):
 
 
 class Client:
-    """Asks the replicas of one model. Any thread and any event loop may call it, any number at a time.
+    """Gets predictions from the replicas of one model. Safe to call concurrently from any thread and any event loop.
 
     ::
 
@@ -48,29 +48,29 @@ class Client:
             client.predict({"user": ["u17"], "age": [33]})["score"]    # a tensor with one row
             await client.predict_async({"user": ["u17"], "age": [33]})
 
-    Requests that come while ``max_in_flight`` calls per replica are under way are joined, and large ones are cut, where
-    the server says that each row of the outputs depends on its row of the inputs alone. The
-    replica with the least to do is called. One that is gone or busy is passed over and tried again later, all within
-    the deadline: a prediction only reads, so it is safe to repeat. A wrong request is refused at once and not
-    repeated. Counters: ``shoal_client_requests``, ``shoal_client_retries_total``,
-    ``shoal_client_errors``; timer: ``shoal_client_latency_seconds``.
+    While ``max_in_flight`` calls per replica are in progress, further requests are joined into one call, and large ones
+    are split, provided the server reports that each output row depends only on its own input row. Calls go to the
+    replica with the fewest in progress. A failing or busy replica is skipped and tried again later, within the
+    deadline: predictions only read, so they can be repeated. An invalid request fails at once and is not retried.
+    Counters: ``shoal_client_requests``, ``shoal_client_retries_total``, ``shoal_client_errors``; timer:
+    ``shoal_client_latency_seconds``.
 
     Args:
-        servers: ``host:port`` of a gRPC port, several of them in a list, or a registry, whose replicas are followed as
-            they come and go: ``dir:///path``, ``zk://host:port,…``, the path of a folder, or a ``Registry``.
-        model: the name that the model is served under.
+        servers: ``host:port`` of a gRPC port, a list of them, or a registry, whose current replicas are used:
+            ``dir:///path``, ``zk://host:port,…``, the path of a folder, or a ``Registry``.
+        model: the name under which the model is served.
         signature: the signature to call.
-        version: a number to insist on; None = the newest that the replica has.
-        deadline: of one prediction, all attempts together; a ``timedelta`` or seconds. Raise it when predictions
-            fail with DEADLINE_EXCEEDED while replicas restart.
+        version: the version to require; None = the newest that the replica has.
+        deadline: time limit for one prediction including all attempts; a ``timedelta`` or seconds. Raise it when
+            predictions fail with DEADLINE_EXCEEDED while replicas restart.
         retries: further attempts after the first; None = as many as the deadline allows.
-        max_batch_rows: rows of one call at most; 1 neither joins nor cuts.
-        max_in_flight: calls under way per replica before requests are joined.
+        max_batch_rows: maximum rows per call; 1 disables joining and splitting.
+        max_in_flight: calls in progress per replica before requests are joined.
         security: certificates and token to present; None = the process's ``set_client_security``.
         bzid: the business id in the registry.
 
     Raises:
-        ConfigError: an argument is wrong, or the registry cannot be reached.
+        ConfigError: an argument is invalid, or the registry cannot be reached.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Client:
         bzid: str = "shoal",
     ) -> None:
         if not isinstance(model, str) or not model:
-            raise ConfigError(f"Client: model must be the name that the model is served under, got {model!r}")
+            raise ConfigError(f"Client: model must be the name under which the model is served, got {model!r}")
         if max_batch_rows < 1 or max_in_flight < 1 or (retries is not None and retries < 0):
             raise ConfigError(
                 "Client: max_batch_rows and max_in_flight must be >= 1 and retries >= 0, got "
@@ -101,7 +101,7 @@ class Client:
         self._loop = client_loop()
         self._channels = Channels(security)
         self._replicas = ReplicaSet(addresses)
-        self._caller = Caller(f"model {model!r}", self._channels, self._replicas, retries, self._nobody)
+        self._caller = Caller(f"model {model!r}", self._channels, self._replicas, retries, self._why_none)
         self._joiner = Joiner(
             self._send, lambda: max_in_flight * max(1, len(self._replicas)), max_batch_rows, MAX_CALL_BYTES
         )
@@ -115,13 +115,13 @@ class Client:
             try:
                 self._watch = RegistryWatch(registry, bzid, model, self._replicas_listed)
             except (OSError, TimeoutError) as error:
-                raise ConfigError(f"Client: {self._where} cannot be reached: {error}") from None
+                raise ConfigError(f"Client: cannot reach {self._where}: {error}") from None
             except Exception as error:
                 if type(error).__module__.startswith("kazoo"):
-                    raise ConfigError(f"Client: {self._where} cannot be reached: {error}") from None
+                    raise ConfigError(f"Client: cannot reach {self._where}: {error}") from None
                 raise
 
-    # --- asking -----------------------------------------------------------------------------------------------------
+    # --- predictions ------------------------------------------------------------------------------------------------
 
     def predict(
         self,
@@ -131,18 +131,18 @@ class Client:
         signature: str | None = None,
         deadline: timedelta | float | None = None,
     ) -> dict[str, Any]:
-        """The outputs for some rows.
+        """Return the model's outputs for some rows.
 
         Args:
             inputs: input name -> one value per row: lists, arrays or tensors of numbers, texts (sent as DT_STRING), or
                 a list of values for each row. A single value is one row.
-            outputs: those that are wanted; by default all.
+            outputs: the names of the outputs to return; by default all.
 
         Returns:
-            Output name -> tensor, an object array of bytes for texts.
+            Output name -> tensor, or an object array of bytes for strings.
 
         Raises:
-            StatusError: with ``code`` and ``message``. A wrong input (INVALID_ARGUMENT) is a ValueError as well.
+            StatusError: with ``code`` and ``message``. For an invalid input (INVALID_ARGUMENT) it is also a ValueError.
         """
         seconds = self.deadline_s if deadline is None else _seconds(deadline)
         try:
@@ -150,7 +150,7 @@ class Client:
             return self._loop.call(work, seconds + SLACK_SECS)
         except TimeoutError:
             late = (
-                f"model {self.model!r}: the client's event loop did not answer; is it blocked by a fork or a debugger?"
+                f"model {self.model!r}: the client's event loop is not responding; is a fork or debugger blocking it?"
             )
             raise StatusError(Code.DEADLINE_EXCEEDED, late) from None
 
@@ -162,13 +162,13 @@ class Client:
         signature: str | None = None,
         deadline: timedelta | float | None = None,
     ) -> dict[str, Any]:
-        """:meth:`predict` for asyncio: nothing blocks, and cancelling the task gives up the request."""
+        """:meth:`predict` for asyncio: never blocks, and cancelling the task cancels the request."""
         seconds = self.deadline_s if deadline is None else _seconds(deadline)
         work = self._predict(inputs, tuple(outputs), signature or self.signature, seconds)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop.loop))
 
     def replicas(self) -> dict[str, dict[str, Any]]:
-        """address -> calls in flight, answers so far, failures since the last answer, whether it rests after one."""
+        """address -> calls in flight, answers so far, failures since the last answer, and whether it is avoided now."""
         now = time.monotonic()
         return {
             each.address: {
@@ -181,7 +181,7 @@ class Client:
         }
 
     def close(self) -> None:
-        """Ends calls under way as CANCELLED and closes the channels."""
+        """Cancel calls in progress (CANCELLED) and close the channels."""
         if self._closed:
             return
         self._closed = True
@@ -226,7 +226,7 @@ class Client:
                     return await self._answer(inputs, _Target(signature, outputs), begin + seconds)
         except asyncio.CancelledError as cancelled:
             if cancelled.args != (_CLOSED,):
-                raise  # who asked has given up
+                raise  # the caller has given up
             code = int(Code.CANCELLED)
             raise StatusError(code, f"the client of model {self.model!r} is closed") from None
         except TimeoutError:
@@ -238,7 +238,7 @@ class Client:
             raise invalid_argument(f"model {self.model!r}: {error}") from None
         except StatusError as error:
             code = error.code
-            raise StatusError(error.code, error.message) from None  # each caller gets an error of its own
+            raise StatusError(error.code, error.message) from None  # each caller gets a separate exception
         finally:
             self._asking.discard(task)
             span.finish(code)
@@ -259,14 +259,14 @@ class Client:
                 raise
             fresh = await self._ask_forms(target.signature, end)
             if fresh == forms:
-                raise  # the request is wrong
+                raise  # the request is invalid
             return await self._ask(target, inputs, fresh, end)  # the model has changed
 
     async def _ask(self, target: _Target, inputs: Mapping[str, Any], forms: Forms, end: float) -> dict[str, Any]:
         return await self._joiner.ask(target, columns_of(inputs, forms.inputs), end, by_row=forms.by_row)
 
     async def _ask_forms(self, signature: str, end: float) -> Forms:
-        """The inputs of the signature; asked for once, and again when the model may have changed."""
+        """Fetch the signature's description; called at first, and again when the model may have changed."""
         spec = model_spec(self.model, "", self.version)
         request = GetModelMetadataRequest(model_spec=spec, metadata_field=["signature_def"])
         answer, address = await self._caller.call(GET_MODEL_METADATA, request.SerializeToString(), end)
@@ -300,12 +300,12 @@ class Client:
     def _follow(self, addresses: list[str]) -> None:
         busy = {each.address for each in self._replicas if each.in_flight}
         if self._replicas.replace(addresses):
-            self._channels.keep({*addresses, *busy})  # calls under way at one that leaves may end
+            self._channels.keep({*addresses, *busy})  # calls in progress to a removed replica may finish
             self._caller.replicas_changed()
 
-    def _nobody(self) -> str:
+    def _why_none(self) -> str:
         models = ", ".join(self._watch.models) if self._watch is not None else ""
-        return f"{self._where} lists no replica of it; models with replicas: {models or 'none'}"
+        return f"{self._where} lists no replica of this model; models with replicas: {models or 'none'}"
 
 
 def _seconds(duration: timedelta | float) -> float:
@@ -323,10 +323,10 @@ def _servers(servers: Any, security: ClientSecurity | None) -> tuple[list[str], 
         return [], servers
     addresses = list(dict.fromkeys(servers))
     if not addresses:
-        raise ConfigError("Client: servers must name at least one host:port, or a registry, got none")
+        raise ConfigError("Client: servers must be at least one host:port or a registry, got none")
     for address in addresses:
         if not isinstance(address, str):
-            raise ConfigError(f"Client: a server must be given as 'host:port', got {address!r}")
+            raise ConfigError(f"Client: a server must be 'host:port', got {address!r}")
         if "://" in address:
             raise ConfigError(
                 f"Client: servers must be host:port of gRPC ports, or one registry (dir:///path, "

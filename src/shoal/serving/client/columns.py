@@ -1,4 +1,4 @@
-"""The inputs of predictions as columns: what a user gives, in the form that a signature takes; joined, cut by rows."""
+"""Inputs of predictions as columns: converted to the signature's form, joined, and split by rows."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,31 +19,31 @@ Column = Any
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a signature says of one input."""
+    """The signature's description of one input."""
 
     dtype: torch.dtype | None
     """None for strings."""
     rank: int | None
-    """None if any is accepted."""
+    """None if any rank is accepted."""
 
 
 @dataclass(frozen=True)
 class Forms:
-    """What a signature says of its inputs and outputs."""
+    """The signature's description of its inputs and outputs."""
 
     inputs: Mapping[str, Form]
     by_row: bool = False
-    """Whether requests may be joined and cut: each row of the outputs depends on its row of the inputs alone."""
+    """Whether requests may be joined and split: each output row depends only on its own input row."""
 
 
 def forms_of(signature: SignatureDef) -> Forms:
-    """The forms of all signatures, from a server's metadata."""
+    """The forms of a signature's inputs, from a server's metadata."""
     forms = {}
     for alias, info in signature.inputs.items():
         try:
             dtype = torch_dtype(info.dtype)
         except DataError:
-            continue  # a dtype that we cannot make: its input is sent as it is
+            continue  # an unsupported dtype: the input is sent unchanged
         shape = info.tensor_shape
         forms[alias] = Form(dtype, None if shape.unknown_rank else len(shape.dim))
     outputs = signature.outputs.values()
@@ -51,11 +51,11 @@ def forms_of(signature: SignatureDef) -> Forms:
 
 
 def columns_of(inputs: Mapping[str, Any], forms: Mapping[str, Form]) -> dict[str, Column]:
-    """Columns of what a user gives; a scalar is one row.
+    """Convert a user's inputs to columns; a scalar is one row.
 
-    Integers become the dtype that the signature takes. Text stays text, whatever the signature says: servers that
-    know the model's features turn it into ids. Rows of texts with different lengths are filled up with "". None is a
-    missing value: "" among texts, NaN among numbers, an empty list among lists.
+    Integers are converted to the signature's dtype. Text stays text, whatever the signature's dtype: servers that have
+    the model's features turn it into ids. Rows of strings with different lengths are padded with "". None is a
+    missing value: "" for strings, NaN for numbers, an empty list for lists.
 
     Raises:
         DataError: a value has no tensor form.
@@ -82,12 +82,12 @@ def _column(alias: str, value: Any, form: Form | None) -> Column:
 
 
 def _is_harmless(have: torch.dtype, want: torch.dtype) -> bool:
-    """Whether numbers of one dtype may be given where another is taken: a fraction is never cut off."""
+    """Whether values of dtype ``have`` may be converted to ``want``; fractions are never truncated."""
     return want.is_floating_point or not (have.is_floating_point or have == torch.bool)
 
 
 def _as_column(value: Any, text: bool = False) -> Column:
-    """A column of what a user gives; ``text``: whether values that are all missing are texts."""
+    """Convert one input to a column; ``text``: treat an input with only missing values as strings."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().reshape(1) if not value.ndim else value.detach().cpu()
     if isinstance(value, str | bytes | bool | int | float):
@@ -106,7 +106,7 @@ def _as_column(value: Any, text: bool = False) -> Column:
             if len({len(each) for each in value}) > 1:
                 raise ValueError(
                     f"rows must have equal lengths, got {min(map(len, value))} to {max(map(len, value))} values; pad "
-                    "them, or give texts"
+                    "them, or pass texts"
                 )
         array = np.asarray(_numbers(value))
         if array.dtype == np.float64:
@@ -131,16 +131,16 @@ def _first_leaf(value: Any) -> Any:
 
 
 def _numbers(rows: Sequence[Any]) -> Sequence[Any]:
-    """Missing numbers become NaN; integers next to them must then be exact in float32."""
+    """Convert missing numbers to NaN; the column's integers must then be exact in float32."""
     if not any(row is None for row in rows):
         return rows
     if large := [row for row in rows if isinstance(row, int) and abs(row) > 1 << 24]:
-        raise ValueError(f"a column with missing values must be texts where integers are as large as {large[0]}")
+        raise ValueError(f"with missing values, integers must be at most 2**24, got {large[0]}; pass them as texts")
     return [math.nan if row is None else row for row in rows]
 
 
 def _texts(rows: Sequence[Any]) -> np.ndarray:
-    """One text per row, or a list of them per row."""
+    """One string per row, or a list of strings per row."""
     if not any(isinstance(row, list | tuple) for row in rows):
         array = np.empty(len(rows), object)
         array[:] = [_text(each) for each in rows]
@@ -163,13 +163,13 @@ def _text(value: Any) -> str | bytes:
 
 
 def rows_of(columns: Mapping[str, Column]) -> int | None:
-    """The number of rows if all columns have the same, at least one; None where they cannot be joined or cut."""
+    """The number of rows, if it is >= 1 and the same in all columns; otherwise None: they cannot be joined or split."""
     counts = {column.shape[0] if column.ndim else None for column in columns.values()}
     return counts.pop() or None if len(counts) == 1 else None
 
 
 def kind_of(columns: Mapping[str, Column]) -> tuple:
-    """Columns of the same kind can be joined."""
+    """A key that is equal for columns that can be joined."""
     return tuple(
         (alias, "text" if isinstance(column, np.ndarray) else column.dtype, tuple(column.shape[1:]))
         for alias, column in sorted(columns.items())
@@ -177,7 +177,7 @@ def kind_of(columns: Mapping[str, Column]) -> tuple:
 
 
 def row_bytes(columns: Mapping[str, Column], rows: int) -> float:
-    """About how many bytes a row takes in a message."""
+    """The approximate size of a row in a message."""
     total = 0
     for column in columns.values():
         if isinstance(column, np.ndarray):
@@ -188,7 +188,7 @@ def row_bytes(columns: Mapping[str, Column], rows: int) -> float:
 
 
 def joined(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
-    """The rows of several columns of one kind, one after another."""
+    """Concatenate columns of one kind."""
     if len(parts) == 1:
         return dict(parts[0])
     return {alias: _concatenated([part[alias] for part in parts]) for alias in parts[0]}
@@ -199,7 +199,7 @@ def _concatenated(values: Sequence[Column]) -> Column:
 
 
 def cut(columns: Mapping[str, Column], rows: Sequence[int]) -> list[dict[str, Column]] | None:
-    """The columns in parts of this many rows; None if a column has another number of rows."""
+    """Split the columns into parts of ``rows`` rows; None if a column does not have ``sum(rows)`` rows."""
     if any(not column.ndim or len(column) != sum(rows) for column in columns.values()):
         return None
     parts, at = [], 0

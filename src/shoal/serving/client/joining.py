@@ -1,4 +1,4 @@
-"""Joins small requests into one call and cuts large ones into parts; each caller gets its own answer."""
+"""Joins small requests into one call and splits large ones into parts; each caller gets its own answer."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from shoal.serving.status import Code, StatusError
 
 Columns = dict[str, Column]
 Send = Callable[[Any, Columns, float], Awaitable[Columns]]
-"""``await send(target, columns, end)``: one call of ``target``, whatever that is."""
+"""``await send(target, columns, end)`` makes one call to ``target``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,15 +28,15 @@ class _Waiting:
 
 
 class Joiner:
-    """Queues requests while enough calls are under way, and joins those that wait. Used on one event loop.
+    """Queues requests while enough calls are in progress, and joins the queued ones. Used on one event loop.
 
-    A request that comes while there is room is sent at once: nothing waits for others to come.
+    A request that arrives while there is room is sent at once; it never waits for others to join.
 
     Args:
         send: makes one call.
-        room: how many calls may be under way now.
-        max_rows: rows of one call at most; larger requests are cut. 1 or less: nothing is joined or cut.
-        max_bytes: about how many bytes one call may have.
+        room: the number of calls that may be in progress now.
+        max_rows: maximum rows per call; larger requests are split. 1 or less disables joining and splitting.
+        max_bytes: approximate maximum size of one call.
     """
 
     def __init__(self, send: Send, room: Callable[[], int], max_rows: int, max_bytes: int) -> None:
@@ -47,7 +47,7 @@ class Joiner:
         self._tasks: set[asyncio.Task] = set()
 
     async def ask(self, target: Any, columns: Columns, end: float, *, by_row: bool = True) -> Columns:
-        """The outputs for these inputs; ``by_row`` says whether they may be joined and cut."""
+        """Return the outputs for these inputs; ``by_row``: whether requests may be joined and split."""
         rows = rows_of(columns) if by_row and self._max_rows > 1 else None
         if rows is None:
             return await self._send(target, columns, end)
@@ -79,7 +79,7 @@ class Joiner:
         return waiting.answer
 
     def _pump_soon(self) -> None:
-        """Runs after all requests that have arrived by now are in the queue."""
+        """Schedule `_pump`, so that it runs after all requests that have arrived by now are queued."""
         if not self._pumping:
             self._pumping = True
             asyncio.get_running_loop().call_soon(self._pump)
@@ -91,7 +91,7 @@ class Joiner:
             queue = self._queues.pop(key)
             batch = self._take(queue)
             if queue:
-                self._queues[key] = queue  # behind the others
+                self._queues[key] = queue  # behind the other queues
             if batch:
                 self._under_way += 1
                 task = asyncio.get_running_loop().create_task(self._run(key[0], batch))
@@ -103,10 +103,10 @@ class Joiner:
         rows, now = 0, time.monotonic()
         while queue and (not batch or rows + queue[0].rows <= self._max_rows):
             one = queue.popleft()
-            if one.answer.done():  # who asked has gone
+            if one.answer.done():  # the caller has given up
                 continue
             if one.end <= now:
-                late = "no call could be made before the deadline; the replicas have too much to do"
+                late = "no call could be sent before the deadline; the replicas are overloaded"
                 one.answer.set_exception(StatusError(Code.DEADLINE_EXCEEDED, late))
                 continue
             batch.append(one)
@@ -126,13 +126,13 @@ class Joiner:
                 outputs = await self._send(target, columns, max(one.end for one in batch))
             parts = cut(outputs, [one.rows for one in batch]) if len(batch) > 1 else [outputs]
             if parts is None:
-                raise StatusError(Code.INTERNAL, "the answer does not have a row for each row of the request")
+                raise StatusError(Code.INTERNAL, "the response does not have one row per input row")
             for one, part in zip(batch, parts, strict=True):
                 if not one.answer.done():
                     one.answer.set_result(part)
         except StatusError as error:
             if len(batch) > 1 and (error.code == Code.INVALID_ARGUMENT or is_too_large(error)):
-                await self._each(target, batch)  # one of them is wrong: the others need not fail with it
+                await self._each(target, batch)  # only the invalid ones should fail
             elif is_too_large(error) and batch[0].rows > 1 and not batch[0].answer.done():
                 await self._halves(target, batch[0])
             else:
@@ -162,10 +162,10 @@ class Joiner:
         except Exception as error:
             _fail([one], error)
         for half in halves:
-            half.answer.exception()  # seen
+            half.answer.exception()  # retrieved, so that asyncio does not warn
 
     def close(self) -> None:
-        """Ends calls under way and requests that wait."""
+        """Cancel calls in progress and queued requests."""
         for queue in self._queues.values():
             _fail(list(queue), StatusError(Code.CANCELLED, "the client was closed"))
         self._queues.clear()

@@ -1,6 +1,6 @@
-"""Calls through the native client, in the form of gRPC's: several run side by side at a tenth of its cost.
+"""Calls through the native client, with gRPC's interface: concurrent calls at a tenth of gRPC's cost.
 
-For connections without TLS, where the extension was built with nghttp2. Everything else takes gRPC's own channels.
+Used for connections without TLS if the extension was built with nghttp2; otherwise gRPC's own channels are used.
 """
 
 import os
@@ -12,22 +12,22 @@ import grpc
 
 from shoal import _core
 from shoal.serving.security import MAX_MESSAGE_BYTES, ClientSecurity
+from shoal.serving.status import GRPC_CODES
 
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
 Metadata = Sequence[tuple[str, str]]
 
 
 def can_call(security: ClientSecurity | None) -> bool:
-    """Whether calls that present this can be made natively."""
+    """Whether calls with these credentials can be made natively."""
     return _core.front_available() and (security is None or not security.encrypts)
 
 
 class NativeError(grpc.RpcError):
-    """A call that failed, with gRPC's methods."""
+    """A failed call, with the methods of gRPC's errors."""
 
     def __init__(self, call: Any) -> None:
         super().__init__(call.details)
-        self._code, self._details, self._metadata = _CODES.get(call.status), call.details, call.metadata
+        self._code, self._details, self._metadata = GRPC_CODES.get(call.status), call.details, call.metadata
 
     def code(self) -> grpc.StatusCode:
         return self._code or grpc.StatusCode.UNKNOWN
@@ -40,13 +40,13 @@ class NativeError(grpc.RpcError):
 
 
 class NativeCall:
-    """A call under way."""
+    """A call in progress."""
 
     def __init__(self, caller: Any, call: Any) -> None:
         self._caller, self._call = caller, call
 
     def result(self) -> bytes:
-        """The answer; raises `NativeError`. It ends by its deadline."""
+        """Wait for the answer, at most until the call's deadline; raises `NativeError`."""
         self._call.wait()
         if self._call.status:
             raise NativeError(self._call)
@@ -71,13 +71,13 @@ class NativeMethod:
 
 
 class NativeChannels:
-    """What `Channels` is, over one native client per process."""
+    """The interface of `Channels` over one native client per process."""
 
     def __init__(self, security: ClientSecurity | None) -> None:
         self._security = security
         token = security.token if security is not None else ""
         self.metadata = [("authorization", f"Bearer {token}")] if token else []
-        """What every call sends."""
+        """Metadata that every call sends."""
         self._lock = threading.Lock()
         self._caller: Any = None
         self._process = 0
@@ -88,7 +88,7 @@ class NativeChannels:
         return NativeMethod(self.core, address, method, self.metadata)
 
     def keep(self, addresses: Collection[str]) -> None:
-        """Closes the connections to all other addresses; calls under way on those end as cancelled."""
+        """Close the connections to all other addresses; their calls in progress end as cancelled."""
         self.core.keep(list(addresses))
 
     def close(self) -> None:
@@ -96,8 +96,8 @@ class NativeChannels:
 
     @property
     def core(self) -> Any:
-        """The client itself."""
+        """The native client of this process."""
         with self._lock:
-            if self._process != os.getpid():  # a forked child needs a client of its own
+            if self._process != os.getpid():  # a forked child needs its own client
                 self._caller, self._process = _core.Caller(MAX_MESSAGE_BYTES), os.getpid()
             return self._caller

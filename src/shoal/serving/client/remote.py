@@ -26,21 +26,21 @@ from shoal.serving.tensors import decode_tensor, encode_tensor
 from shoal.switches import env_int
 
 ONE_VERSION = "shoal-one-version"
-"""Metadata key of calls that must be answered by the version that they name, since they are part of a prediction."""
+"""Metadata key of calls that are part of a prediction and must be answered by the version that they name."""
 ROWS_PUSHED = "shoal-rows-pushed"
-"""Trailing metadata of NOT_FOUND: rows of this model are kept fresh by pushes and do not follow exports."""
+"""Trailing metadata of NOT_FOUND: this model's rows are updated by pushes, not by exports."""
 
 _deadline: contextvars.ContextVar[float | None] = contextvars.ContextVar("shoal_request_deadline", default=None)
 
 
 def set_request_deadline(seconds_left: float | None) -> contextvars.Token:
-    """The same for the rest of the current context."""
+    """Set the deadline of remote calls for the rest of the current context; see :func:`request_deadline`."""
     return _deadline.set(None if seconds_left is None else time.monotonic() + seconds_left)
 
 
 @contextlib.contextmanager
 def request_deadline(seconds_left: float | None) -> Iterator[None]:
-    """Inside, remote calls take no longer than the request that they serve has left. None = not known."""
+    """Context in which remote calls take no longer than the time left for the request being served. None = unknown."""
     token = set_request_deadline(seconds_left)
     try:
         yield
@@ -49,19 +49,19 @@ def request_deadline(seconds_left: float | None) -> Iterator[None]:
 
 
 class VersionMissing(StatusError):
-    """No replica has the version that a call is for."""
+    """No replica has the version that the call requires."""
 
     rows_are_pushed = False
-    """Whether those that were asked keep their rows fresh by pushes."""
+    """Whether the rows of the replicas are updated by pushes."""
 
 
 def rows_are_pushed(error: Any) -> bool:
-    """Whether the server behind a failed call says so."""
+    """Whether the failed call's server reports that its rows are updated by pushes."""
     return any(key == ROWS_PUSHED for key, _ in error.trailing_metadata() or ())
 
 
 class _TableChannels:
-    """The channels to the addresses of a table; those to addresses that left it are closed."""
+    """The channels to the addresses in a table; channels to removed addresses are closed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,13 +74,13 @@ class _TableChannels:
             return self._current(table).call(address, PREDICT)
 
     def native(self, table: Any) -> NativeChannels | None:
-        """The native client, if calls are made by one."""
+        """The native client, or None if calls are made by gRPC."""
         with self._lock:
             channels = self._current(table)
             return channels if isinstance(channels, NativeChannels) else None
 
     def _current(self, table: Any) -> Channels | NativeChannels:
-        if self._channels is None or client_security() is not self._security:  # what channels show has changed
+        if self._channels is None or client_security() is not self._security:  # the credentials have changed
             if self._channels is not None:
                 self._channels.close()
             self._security = client_security()
@@ -95,12 +95,12 @@ _channels = _TableChannels()
 
 
 def native_caller() -> NativeChannels | None:
-    """The native client of this process's remote calls; None where gRPC's library makes them."""
+    """The native client for this process's remote calls; None if gRPC makes them."""
     return _channels.native(address_table())
 
 
 def time_left(most: float) -> float:
-    """Seconds that a remote call may take: ``most``, or what the request that is being served has left."""
+    """Seconds that a remote call may take: ``most``, or the time left for the request being served if that is less."""
     limit = _deadline.get()
     return most if limit is None else max(0.0, min(most, limit - time.monotonic()))
 
@@ -122,19 +122,19 @@ def remote_predict(
     retries: int = 2,
     one_version: bool = False,
 ) -> list[Any]:
-    """Runs a signature of a model served elsewhere and returns its outputs in the order of ``output_tensor_alias``.
+    """Run a signature of a model on another server and return its outputs in the order of ``output_tensor_alias``.
 
-    The address comes from the process's table (``set_address_table``); one of its addresses is picked at random, and
-    another is tried when it is UNAVAILABLE, at most ``retries`` times, all inside one deadline: the smaller of
-    ``max_rpc_deadline_millis`` and what the request being served has left.
+    One address is picked at random from the process's table (``set_address_table``); if it is UNAVAILABLE, another is
+    tried, at most ``retries`` times, all within one deadline: the smaller of ``max_rpc_deadline_millis`` and the time
+    left for the request being served.
 
     Args:
-        input_tensors: what ``tensor_to_proto`` takes, parallel to ``input_tensor_alias``.
+        input_tensors: values that ``tensor_to_proto`` accepts, parallel to ``input_tensor_alias``.
         model_version: -1 means the newest available.
-        fail_op_on_rpc_error: False gives a scalar zero per output where the call failed.
-        output_types: torch dtypes (``bytes`` for strings); None takes what the server returns.
-        one_version: the call is part of a prediction of ``model_version``: servers keep that version while they are
-            asked for it, and those without it are passed over.
+        fail_op_on_rpc_error: if False, a failed call returns a scalar zero per output.
+        output_types: torch dtypes (``bytes`` for strings); None accepts whatever the server returns.
+        one_version: the call is part of a prediction of ``model_version``: servers keep that version loaded while it is
+            requested, and servers without it are skipped.
 
     Raises:
         StatusError: with the gRPC code of a failed call; UNAVAILABLE (14) when the table has no address.
@@ -163,7 +163,7 @@ def remote_predict_with_status(
     retries: int = 2,
     one_version: bool = False,
 ) -> tuple[int, str, list[Any]]:
-    """As :func:`remote_predict`, with the status: ``(status_code, status_message, outputs)``."""
+    """Like :func:`remote_predict`, but returns ``(status_code, status_message, outputs)``."""
     return RemotePredict(
         input_tensor_alias, input_tensors, output_tensor_alias, model_name, task, old_model_name, model_version,
         fail_op_on_rpc_error, max_rpc_deadline_millis, output_types, name, signature_name, retries=retries,
@@ -174,7 +174,7 @@ def remote_predict_with_status(
 class RemotePredict:
     """A call with the arguments of :func:`remote_predict`, which :meth:`start` sends and :meth:`result` waits for.
 
-    Several that were started run side by side; the time of each counts from when it was made.
+    Started calls run concurrently; the deadline of each counts from its construction.
     """
 
     def __init__(
@@ -200,11 +200,11 @@ class RemotePredict:
             raise ValueError("remote_predict: model_name must be specified (the empty string is allowed)")
         if len(input_tensor_alias) != len(input_tensors):
             raise invalid_argument(
-                f"remote_predict: {len(input_tensor_alias)} input aliases for {len(input_tensors)} input tensors"
+                f"remote_predict: got {len(input_tensor_alias)} input aliases for {len(input_tensors)} input tensors"
             )
         if output_types is not None and len(output_tensor_alias) != len(output_types):
             raise invalid_argument(
-                f"remote_predict: {len(output_tensor_alias)} output aliases for {len(output_types)} output types"
+                f"remote_predict: got {len(output_tensor_alias)} output aliases for {len(output_types)} output types"
             )
         self._aliases, self._types, self._fails = list(output_tensor_alias), output_types, fail_op_on_rpc_error
         self._signature = signature_name
@@ -223,12 +223,12 @@ class RemotePredict:
         self._attempts = _Attempts(table, key, what, payload, end, retries, self._tags, one_version)
 
     def start(self) -> "RemotePredict":
-        """Sends the request and returns at once; what is wrong is told by :meth:`result`."""
+        """Send the request and return at once; :meth:`result` raises any error."""
         self._attempts.start()
         return self
 
     def cancel(self) -> None:
-        """Gives up a call that was started and not waited for."""
+        """Cancel a call that was started but not waited for."""
         self._attempts.cancel()
 
     def result(self) -> tuple[int, str, list[Any]]:
@@ -252,7 +252,7 @@ _pool_lock = threading.Lock()
 
 
 def remote_predict_async(*args: Any, **kwargs: Any) -> Future:
-    """:func:`remote_predict` in the completion pool, of ``MONOLITH_GRPC_REMOTE_CALLBACK_THREADS`` (10) threads."""
+    """:func:`remote_predict` in the completion pool; ``MONOLITH_GRPC_REMOTE_CALLBACK_THREADS`` (10) is its size."""
     global _pool
     with _pool_lock:
         if _pool is None:
@@ -262,7 +262,7 @@ def remote_predict_async(*args: Any, **kwargs: Any) -> Future:
 
 
 class _Attempts:
-    """One request to the addresses of a key in turn, inside one deadline."""
+    """One request, sent to a key's addresses in turn within one deadline."""
 
     def __init__(
         self, table: Any, key: str, what: str, payload: bytes, end: float, retries: int, tags: str, one_version: bool
@@ -274,7 +274,7 @@ class _Attempts:
         self._tries = 1 + max(0, retries)
         self._addresses = list(table.addresses.get(key) or ())
         random.shuffle(self._addresses)
-        self._first: Any = None  # the call of the first address, when it was started ahead
+        self._first: Any = None  # the call to the first address, if start() sent it
 
     def start(self) -> None:
         left = self._end - time.monotonic()
@@ -283,13 +283,13 @@ class _Attempts:
         try:
             call = _channels.call(self._addresses[0], self._table)
             self._first = call.future(self._payload, timeout=left, metadata=self._metadata)
-        except ValueError:  # the channel was closed under us: it is opened anew
+        except ValueError:  # the channel was closed meanwhile: open it again
             self._first = None
 
     def cancel(self) -> None:
         if self._first is not None:
             self._first.cancel()
-        self._span.finish(Code.CANCELLED, "given up")
+        self._span.finish(Code.CANCELLED, "cancelled")
 
     def result(self) -> bytes:
         try:
@@ -319,7 +319,7 @@ class _Attempts:
             where = f"{self._what} at {address}"
             try:
                 if started is not None:
-                    return started.result()  # it ends by its deadline
+                    return started.result()  # ends by its deadline
                 call = _channels.call(address, self._table)
                 return call(self._payload, timeout=left, metadata=self._metadata)
             except grpc.RpcError as error:
@@ -333,7 +333,7 @@ class _Attempts:
                 if failure.code != Code.UNAVAILABLE:
                     break
                 self._tries -= 1
-            except (ValueError, grpc.FutureCancelledError) as error:  # the table changed, and closed the channel
+            except (ValueError, grpc.FutureCancelledError) as error:  # the channel was closed because the table changed
                 failure = unavailable(f"{where}: {error or 'the channel was closed'}")
                 self._tries -= 1
             finally:

@@ -12,11 +12,11 @@ from shoal.table.export_mode import get_current_export_ctx
 
 
 class RemotePredictHelper:
-    """Registers ``remote_func`` as a signature of the dense sub-graph and calls it where it is served.
+    """Registers ``remote_func`` as a signature of the dense sub-graph and calls it on the server of that sub-graph.
 
     Args:
         name: the signature's name.
-        input_tensors: nested tensors; a tensor's name is its ``name`` or its place in the structure. Aliases are the
+        input_tensors: nested tensors; a tensor's name is its ``name`` or its position in the structure. Aliases are the
             names with ``:`` replaced by ``_``.
         remote_func: takes the same structure and returns nested tensors.
     """
@@ -48,7 +48,7 @@ class RemotePredictHelper:
         task: int = 0,
         max_rpc_deadline_millis: float = 30000,
     ) -> Any:
-        """Calls the signature and gives its outputs the structure that ``remote_func`` returned."""
+        """Call the signature and return its outputs in the structure that ``remote_func`` returned."""
         leaves = pytree.tree_leaves(self._inputs if input_tensors is None else input_tensors)
         types = [leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in self._output_leaves]
         results = remote_predict(

@@ -1,4 +1,4 @@
-"""`RemoteRows`: rows of all embedding shards by one native call, which does not hold the interpreter."""
+"""`RemoteRows`: fetches rows from all embedding shards in one native call that releases the GIL."""
 
 import logging
 import random
@@ -21,11 +21,10 @@ SIGNATURE = "lookup"
 
 
 class RemoteRows:
-    """Asks each shard for the distinct ids of its remainder.
+    """Requests distinct ids from the shards that hold them: shard = id modulo the number of shards.
 
-    It does what usually is to be done. `lookup` returns None where something fails, a shard lacks a version, or calls
-    are encrypted or traced; `SubGraphs.call_all` then does it again with all that belongs to it: other replicas, other
-    versions, spans, errors.
+    This is the fast path. `lookup` returns None if something fails, if a shard does not have the version, or if calls
+    are encrypted or traced. Then use `SubGraphs.call_all`, which handles other replicas and versions, spans and errors.
 
     Args:
         graphs: the shards ``ps_0`` to ``ps_<shards - 1>``.
@@ -38,10 +37,10 @@ class RemoteRows:
         self._rows = _core.RemoteRows([(slot, dims[slot]) for slot in self._slots]) if _core.front_available() else None
 
     def lookup(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-        """Slot -> rows ``[n, dim]`` of its ids ``[n]``; None where it is to be done in another way.
+        """Slot -> rows ``[n, dim]`` of its ids ``[n]``; None if `SubGraphs.call_all` must be used.
 
         Raises:
-            StatusError: time is over.
+            StatusError: the deadline has passed.
         """
         if self._rows is None or tracing.current() or (caller := native_caller()) is None:
             return None
@@ -50,8 +49,8 @@ class RemoteRows:
             return None
         begin = time.monotonic()
         left = time_left(self._graphs.deadline_millis / 1000)
-        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-        ids = [wanted.get(slot, nothing).contiguous() for slot in self._slots]
+        no_ids = torch.empty(0, dtype=torch.int64, device="cpu")
+        ids = [wanted.get(slot, no_ids).contiguous() for slot in self._slots]
         rows = [
             torch.empty(one.numel(), self._dims[slot], device="cpu") for slot, one in zip(self._slots, ids, strict=True)
         ]
@@ -67,6 +66,6 @@ class RemoteRows:
                 status, f"the shards of model {self._graphs.model_name!r}, signature {SIGNATURE!r}: {why}"
             )
         if status:
-            log.debug("rows of %s are asked for again, one by one: %s", self._graphs.model_name, why)
+            log.debug("requesting the rows of %s again, one request at a time: %s", self._graphs.model_name, why)
             return None
         return {slot: found for slot, found in zip(self._slots, rows, strict=True) if slot in wanted}

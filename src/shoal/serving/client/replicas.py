@@ -1,4 +1,4 @@
-"""The replicas that a client may call: their addresses, their recent failures, and which one is next."""
+"""The replicas that a client may call: their addresses, recent failures, and the choice of the next one."""
 
 import logging
 import random
@@ -18,7 +18,7 @@ REFRESH_SECS = 0.5
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One server, as a client has seen it."""
+    """The state of one server, as seen by a client."""
 
     address: str
     in_flight: int = 0
@@ -27,7 +27,7 @@ class Replica:
     """Calls that failed since the last answer."""
     last_error: str = ""
     rests_until: float = 0.0
-    """Before this time others are preferred."""
+    """Other replicas are preferred until this time."""
 
     def answered(self) -> None:
         self.answers += 1
@@ -40,7 +40,7 @@ class Replica:
 
 
 class ReplicaSet:
-    """The replicas in force. Used by one thread."""
+    """The current replicas. Used by one thread."""
 
     def __init__(self, addresses: Iterable[str] = ()) -> None:
         self._replicas = {address: Replica(address) for address in addresses}
@@ -63,7 +63,7 @@ class ReplicaSet:
         return changed
 
     def pick(self, now: float, tried: Collection[str] = ()) -> Replica | None:
-        """The replica to call next: not tried yet, not resting after a failure if possible, with the least to do."""
+        """The replica to call next: not tried yet, preferably no recent failure, fewest calls in progress."""
         left = [each for each in self._replicas.values() if each.address not in tried]
         if not left:
             return None
@@ -71,9 +71,9 @@ class ReplicaSet:
 
 
 class RegistryWatch:
-    """Tells which replicas of a model a registry lists, now and whenever that changes, from a thread of its own.
+    """Watches a registry from its own thread and reports a model's replicas, now and at every change.
 
-    A registry that cannot be asked leaves the last list in force.
+    While the registry cannot be reached, the last list stays valid.
 
     Args:
         registry: an address for ``open_registry``, or a registry.
@@ -86,7 +86,7 @@ class RegistryWatch:
         self._backend = ZKBackend(bzid, zk_client=self._registry)
         self._bzid = bzid
         self.models: list[str] = []
-        """Models of which the registry listed a replica when it last had none of this one."""
+        """Models that had replicas in the registry when this one last had none."""
         self._last: list[str] | None = None
         self._failing = False
         self._stop = threading.Event()
@@ -98,7 +98,7 @@ class RegistryWatch:
 
     def refresh(self) -> None:
         addresses: list[str] = []
-        for sub_graph in ("entry", "ps_0"):  # a model in parts is asked at its entry, others are served as one
+        for sub_graph in ("entry", "ps_0"):  # a distributed model is called at its entry; others are one sub-graph
             addresses = self._backend.get_sync_targets(sub_graph)[1]
             if addresses:
                 break
@@ -121,7 +121,7 @@ class RegistryWatch:
             except Exception as error:
                 if not self._failing:
                     log.warning(
-                        "the registry cannot be asked for %s (%r); its last replicas are used", self._model, error
+                        "cannot ask the registry for %s (%r); using the last known replicas", self._model, error
                     )
                 self._failing = True
 

@@ -1,4 +1,4 @@
-"""The sub-graphs that an entry calls: one prediction is made of one version of all of them."""
+"""The sub-graphs that an entry calls; one prediction uses the same version of all of them."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ ASK_SECS = 2.0
 
 
 class SubGraphs:
-    """Calls of the sub-graphs of one exported version.
+    """Calls to the sub-graphs of one exported version.
 
-    A server whose rows are kept fresh by pushes and do not follow exports (live tables, ``latest_once``, no polling)
-    is taken as it is; any other one must have the version.
+    A server whose rows are updated by pushes, not by exports (live tables, ``latest_once``, no polling), is accepted
+    with any version; every other server must have the version.
 
     Args:
-        model_name: the model's.
-        versions: sub-graph -> the version to call, None = whichever is served.
-        deadline_millis: of one call.
+        model_name: the model's name.
+        versions: sub-graph -> the version to call; None = any version that is served.
+        deadline_millis: the deadline of one call.
     """
 
     def __init__(self, model_name: str, versions: Mapping[str, int | None], deadline_millis: float) -> None:
@@ -44,7 +44,7 @@ class SubGraphs:
     def call_all(
         self, asked: Mapping[str, Mapping[str, Any]], signature: str, outputs: Sequence[str], types: Sequence[Any]
     ) -> dict[str, list[Any]]:
-        """The same of several sub-graphs, which are asked side by side under one deadline: name -> outputs."""
+        """Like `call` for several sub-graphs concurrently, with one deadline: name -> outputs."""
         calls = {}
         try:
             for name, inputs in asked.items():
@@ -54,7 +54,7 @@ class SubGraphs:
                     calls[name].start()
             return {name: self._result(name, calls[name], signature, asked[name], outputs, types) for name in asked}
         except BaseException:
-            for call in calls.values():  # nobody waits for the others any more
+            for call in calls.values():  # nobody waits for the other calls now
                 call.cancel()
             raise
 
@@ -67,11 +67,13 @@ class SubGraphs:
             return call.result()[2]
         except VersionMissing as error:
             if not error.rows_are_pushed:
-                raise unavailable(f"{name} lacks version {version}, of which this prediction is: {error}") from None
+                raise unavailable(
+                    f"{name} does not have version {version}, which this prediction uses: {error}"
+                ) from None
         if name not in self._warned:
             self._warned.add(name)
             log.warning(
-                "model %s: %s does not have version %s; its rows come by pushes and are used as they are",
+                "model %s: %s does not have version %s; using its current rows, because they are updated by pushes",
                 self.model_name, name, version,
             )  # fmt: skip
         return self._predict(name, signature, inputs, outputs, types, -1).result()[2]
@@ -87,7 +89,7 @@ class SubGraphs:
         )  # fmt: skip
 
     def routes(self, names: Sequence[str], signature: str) -> list[tuple[bytes, list[str]]] | None:
-        """(serialised model spec, addresses) of sub-graphs; None where one does not have the version that it should."""
+        """(serialised model spec, addresses) of sub-graphs; None if one was found without the required version."""
         if self._warned:
             return None
         table = address_table()
@@ -102,19 +104,19 @@ class SubGraphs:
         return self._routed[1]
 
     def metadata(self, names: Sequence[str]) -> list[tuple[str, str]]:
-        """Of calls of these sub-graphs."""
+        """The metadata of calls to these sub-graphs."""
         return [(ONE_VERSION, "1")] if all(self._versions.get(name) is not None for name in names) else []
 
     def missing(self) -> str:
-        """Why a prediction of this version cannot be made yet; "" when every replica that answers has its sub-graph."""
+        """Why this version cannot predict yet; "" if every replica that answers has its sub-graph."""
         table = address_table()
         for name, version in self._versions.items():
             if version is None:
                 continue
             sent, key = route(table, f"{self.model_name}:{name}", _task(name), name)
             answers = {address: _has(address, sent, version) for address in table.addresses.get(key) or ()}
-            if lacking := sorted(address for address, answer in answers.items() if answer is False):
-                return f"{name} at {', '.join(lacking)} does not have version {version}"
+            if without := sorted(address for address, answer in answers.items() if answer is False):
+                return f"{name} at {', '.join(without)} does not have version {version}"
             if not any(answers.values()):
                 return f"no replica of {name} answers"
         return ""
@@ -125,7 +127,7 @@ def _task(name: str) -> int:
 
 
 def _has(address: str, model: str, version: int) -> bool | None:
-    """Whether a server has a version of a model, or does not need it since its rows are pushed; None = no answer."""
+    """Whether a server has a version of a model, or does not need it because its rows are pushed; None = no answer."""
     request = GetModelMetadataRequest(model_spec=model_spec(model, "", version), metadata_field=["signature_def"])
     with open_channel(address) as channel:
         call = channel.unary_unary(
@@ -134,6 +136,6 @@ def _has(address: str, model: str, version: int) -> bool | None:
         try:
             call(request, timeout=ASK_SECS, metadata=((ONE_VERSION, "1"),))
         except grpc.RpcError as error:
-            lacks = error.code() == grpc.StatusCode.NOT_FOUND  # pyrefly: ignore
-            return rows_are_pushed(error) if lacks else None
+            not_found = error.code() == grpc.StatusCode.NOT_FOUND  # pyrefly: ignore
+            return rows_are_pushed(error) if not_found else None
     return True

@@ -1,1 +1,1 @@
-"""Who serves what, and where: agents, replicas, registries and discovery."""
+"""Serving clusters: agents, replicas, registries and discovery."""

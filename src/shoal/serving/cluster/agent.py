@@ -1,4 +1,4 @@
-"""The agent of a unified cluster: its container serves what a layout names."""
+"""The agent of a unified cluster, whose container serves the sub-graphs in a layout."""
 
 import logging
 import threading
@@ -24,10 +24,10 @@ BINDINGS_SECS = 30.0
 
 
 class UnifiedAgent:
-    """A container of a unified cluster: serves the sub-graphs that its layout names (agent version 3).
+    """One container of a unified cluster: serves the sub-graphs in its layout (agent version 3).
 
     Args:
-        config: ``bzid``, ``layout_pattern`` and ``layout_filters`` say what is served.
+        config: ``bzid``, ``layout_pattern`` and ``layout_filters`` determine what is served.
         backend: a ``ZKBackend``; it is started here.
         server: a ``ModelServer`` without models; it is reloaded when the layout changes.
     """
@@ -96,15 +96,15 @@ class UnifiedAgent:
                 continue
             try:
                 entry = gen_model_config(str(saved), deploy.model_base_path or "", deploy.version_policy or "latest")
-            except ValueError as error:  # one bad declaration is not the others' fault
-                log.error("layout %s: %s is skipped: %s", self.config.layout_path, saved, error)
+            except ValueError as error:  # one bad declaration must not affect the others
+                log.error("layout %s: skipping %s: %s", self.config.layout_path, saved, error)
                 continue
             config.model_config_list.config.append(entry)
         self.model_config = config
         self._wake.set()
 
     def write_model_config(self, path: str | Path) -> None:
-        """The accepted layout as a text ``ModelServerConfig``, for a model server that reads files."""
+        """Write the accepted layout as a text ``ModelServerConfig``, for a model server that reads files."""
         Path(path).write_text(text_format.MessageToString(self.model_config))
 
     def _load(self) -> None:
@@ -117,16 +117,16 @@ class UnifiedAgent:
                 self._server.reload(self.model_config)
                 self.report_models()
             except Exception:
-                log.exception("the layout %s could not be applied", self.config.layout_path)
+                log.exception("could not apply the layout %s", self.config.layout_path)
 
     def report_models(self) -> None:
-        """Binds the container to every configured model with an available version."""
+        """Bind the container to every configured model that has an available version."""
         available = set()
         for entry in self.model_config.model_config_list.config:
             try:
                 states = [status.state for status in self._server.model(entry.name).statuses()]
             except Exception as error:
-                log.warning("model %s is not there yet: %s", entry.name, error)
+                log.warning("model %s is not available yet: %s", entry.name, error)
                 continue
             if ModelVersionStatus.AVAILABLE in states:
                 name, _, sub_graph = entry.name.rpartition(":")
@@ -138,11 +138,11 @@ class UnifiedAgent:
             try:
                 self._backend.report_service_info(self.container, self._service_info())
             except Exception:
-                log.exception("service info could not be reported")
+                log.exception("could not report the service info")
 
     def _report_models(self) -> None:
         while not self._stop.wait(self.bindings_secs):
             try:
                 self.report_models()
             except Exception:
-                log.exception("available models could not be reported")
+                log.exception("could not report the available models")

@@ -1,4 +1,4 @@
-"""`AgentConfig`: what a serving process is, from its file and its environment."""
+"""`AgentConfig`: the configuration of a serving process, from its file and its environment."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ class DeployType(StrEnum):
 
 
 def replica_id_from_pod_name() -> int:
-    """A replica id from ``MY_POD_NAME``: ten hex digits of its MD5; -1 without a pod name."""
+    """A replica id from ten hex digits of the MD5 of ``MY_POD_NAME``; -1 if that is not set."""
     pod = os.environ.get("MY_POD_NAME")
     return int(hashlib.md5(pod.encode(), usedforsecurity=False).hexdigest()[10:20], 16) if pod else -1
 
@@ -33,7 +33,7 @@ def _env(*names: str) -> str | None:
 
 @dataclass(kw_only=True)
 class AgentConfig:
-    """One process of a serving cluster. Fields that are not given come from the environment where it has them."""
+    """The configuration of one process in a serving cluster. Fields that are not given default to the environment."""
 
     bzid: str | None = None
     base_name: str | None = None
@@ -107,7 +107,7 @@ class AgentConfig:
         if self.num_shard is None:
             self.num_shard = int(_env("MONOLITH_HOST_SHARD_N") or 1)
         if self.num_ps < 0 or self.num_shard < 1:
-            raise ConfigError(f"num_ps and num_shard must be positive, got {self.num_ps} and {self.num_shard}")
+            raise ConfigError(f"num_ps must be >= 0 and num_shard >= 1, got {self.num_ps} and {self.num_shard}")
         self.shard_id = int(_env("SHARD_ID") or -1)
         idc, cluster = _env("TCE_INTERNAL_IDC"), _env("TCE_LOGICAL_CLUSTER", "TCE_CLUSTER", "TCE_PHYSICAL_CLUSTER")
         self.idc, self.cluster = idc.lower() if idc else None, cluster.lower() if cluster else None
@@ -148,8 +148,13 @@ class AgentConfig:
         return f"{self.idc}:{self.cluster}" if self.idc and self.cluster else None
 
     @property
+    def place(self) -> tuple[str | None, str | None]:
+        """``(idc, cluster)`` of the replicas that this process uses; without ``dc_aware`` ``(None, None)``: any."""
+        return (self.idc, self.cluster) if self.dc_aware else (None, None)
+
+    @property
     def path_prefix(self) -> str:
-        """Where this process's replicas are registered."""
+        """The registry path of this process's replicas."""
         base = f"/{self.bzid}/service/{self.base_name}"
         return f"{base}/{self.location}" if self.dc_aware and self.location else base
 
@@ -158,7 +163,7 @@ class AgentConfig:
         return layout_path(self.bzid or "", self.layout_pattern) if self.layout_pattern else None
 
     def grpc_port(self, server_type: str) -> int | None:
-        """The gRPC port of ``entry``, ``ps`` or ``dense`` here."""
+        """The gRPC port of this process's ``entry``, ``ps`` or ``dense``."""
         return getattr(self, f"tfs_{server_type}_port") or self.tfs_port_grpc
 
     def archon_port(self, server_type: str) -> int | None:
@@ -166,7 +171,7 @@ class AgentConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "AgentConfig":
-        """Reads ``key value`` lines; see :func:`read_config_file`."""
+        """Read a file of ``key value`` lines; see :func:`read_config_file`."""
         return cls.from_items(read_config_file(path), str(path))
 
     @classmethod
@@ -176,7 +181,7 @@ class AgentConfig:
         for key, values in items.items():
             name = "deploy_type" if key == "server_type" else key
             if name not in known:
-                raise ConfigError(f"{where}: unknown key {key!r}; known are {', '.join(sorted(known))}")
+                raise ConfigError(f"{where}: unknown key {key!r}; known keys are {', '.join(sorted(known))}")
             try:
                 kind = known[name].type
                 given[name] = _convert(kind.__name__ if isinstance(kind, type) else str(kind), values)
@@ -186,7 +191,7 @@ class AgentConfig:
 
 
 def layout_path(bzid: str, pattern: str) -> str:
-    """A pattern that starts with ``/`` as it is, otherwise ``/<bzid>/layouts/<pattern>``."""
+    """The pattern itself if it starts with ``/``, otherwise ``/<bzid>/layouts/<pattern>``."""
     return pattern if pattern.startswith("/") else f"/{bzid}/layouts/{pattern}"
 
 
@@ -199,7 +204,7 @@ def _convert(kind: str, values: list[str]) -> Any:
     if len(values) > 1 and "list[int]" in kind:
         return [_convert("int", [value]) for value in values]
     if len(values) > 1:
-        raise ValueError(f"the value must be one value, got {values}")
+        raise ValueError(f"the key must have one value, got {values}")
     text = values[0]
     if text.lower() == "none" and "None" in kind:
         return None
@@ -218,7 +223,7 @@ def _convert(kind: str, values: list[str]) -> Any:
 
 
 def read_config_file(path: str | Path) -> dict[str, list[str]]:
-    """``key value`` lines as key -> all values, in order.
+    """Read ``key value`` lines as key -> all its values, in order.
 
     The separator is any run of spaces, tabs and ``=``; ``#`` starts a comment; ``include <file>`` reads another file,
     relative to this one.
@@ -226,9 +231,9 @@ def read_config_file(path: str | Path) -> dict[str, list[str]]:
     return _read(Path(path), ())
 
 
-def _read(path: Path, above: tuple[Path, ...]) -> dict[str, list[str]]:
+def _read(path: Path, including: tuple[Path, ...]) -> dict[str, list[str]]:
     path = path.resolve()
-    if path in above:
+    if path in including:
         raise ConfigError(f"{path} includes itself")
     try:
         text = path.read_text()
@@ -246,7 +251,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, list[str]]:
         if not value:
             raise ConfigError(f"{path}:{number}: {key!r} has no value")
         if key == "include":
-            for inner, values in _read(path.parent / value, (*above, path)).items():
+            for inner, values in _read(path.parent / value, (*including, path)).items():
                 items.setdefault(inner, []).extend(values)
         else:
             items.setdefault(key, []).append(value)

@@ -1,4 +1,4 @@
-"""`AgentService`: what a serving process asks the agent next to it."""
+"""`AgentService`: the agent's gRPC service for the serving processes on its machine."""
 
 import os
 from collections.abc import Callable
@@ -28,7 +28,7 @@ SERVICE = "monolith.serving.agent_service.AgentService"
 
 
 class AgentDataProvider:
-    """The addresses of a unified cluster: ``addrs_fn()`` gives ``{"<model>:<sub_graph>": [address]}``."""
+    """The addresses of a unified cluster: ``addrs_fn()`` returns ``{"<model>:<sub_graph>": [address]}``."""
 
     def __init__(self, addrs_fn: Callable[[], dict[str, list[str]]]) -> None:
         self._addrs_fn = addrs_fn
@@ -78,10 +78,10 @@ class AgentService:
 
     Args:
         source: a ``ReplicaWatcher`` (agent version 1), a ``ReplicaMirror`` (2) or an ``AgentDataProvider`` (3).
-        conf: the agent's configuration; a watcher brings its own.
+        conf: the agent's configuration; None = that of the watcher.
         port: None = the configuration's ``agent_port``, 0 = a free one.
-        address: ``host:port`` instead of ``port``, which is on loopback only.
-        security: what clients must show; off loopback it is required.
+        address: ``host:port``, instead of ``port``, which listens on loopback only.
+        security: the credentials that clients must present; required unless the address is loopback.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class AgentService:
         self.conf = conf if conf is not None else getattr(source, "config", None)
         if port is None:
             if self.conf is None:
-                raise ConfigError("AgentService: either conf, whose agent_port it listens on, or port must be given")
+                raise ConfigError("AgentService: either conf (for its agent_port) or port must be given")
             port = self.conf.agent_port
         self._security = security if security is not None else ServerSecurity()
         self._server = grpc.server(
@@ -135,23 +135,21 @@ class AgentService:
             if caller(context, self._security) is None:
                 context.abort(
                     grpc.StatusCode.UNAUTHENTICATED,
-                    "calls of this agent must carry a known token; send authorization: Bearer …",
+                    "the token is missing or unknown to this agent; send authorization: Bearer …",
                 )
             return handler(request, context)
 
         return guarded
 
     def _place(self) -> tuple[str | None, str | None]:
-        conf = self.conf
-        return (conf.idc, conf.cluster) if conf is not None and conf.dc_aware else (None, None)
+        return self.conf.place if self.conf is not None else (None, None)
 
     def _heart_beat(self, request: HeartBeatRequest, context: Any) -> HeartBeatResponse:
         if self.version == 1:
             addresses: dict[str, list[str]] = {}
             for key, value in self._source.get_all_replicas(request.server_type, *self._place()).items():
-                addresses.setdefault(key.rpartition("/")[2], []).extend(
-                    value
-                )  # of all locations, where no own is known
+                # If this process's location is unknown, the replicas of all locations are returned.
+                addresses.setdefault(key.rpartition("/")[2], []).extend(value)
         elif self.version == 2:
             addresses = self._source.get_all_replicas(request.server_type)
         else:
@@ -163,7 +161,7 @@ class AgentService:
 
     def _get_replicas(self, request: GetReplicasRequest, context: Any) -> GetReplicasResponse:
         if self.version == 3:
-            context.abort(grpc.StatusCode.UNIMPLEMENTED, "GetReplicas is not for unified clusters; use HeartBeat")
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "GetReplicas does not support unified clusters; use HeartBeat")
         if self.version == 1:
             found = self._source.get_replicas(request.server_type, request.task, *self._place())
         else:
@@ -180,7 +178,7 @@ class AgentService:
         return GetResourceResponse(
             address=concat_ip_and_port(get_local_ip(), (conf.agent_port if conf else None) or self.port),
             shard_id=conf.shard_id if conf else -1,
-            replica_id=replica if replica < 2**31 else -1,  # one made from a pod name has 40 bits; the field has 32
+            replica_id=replica if replica < 2**31 else -1,  # an id from a pod name has 40 bits, the field 32
             memory=free_memory(),
             cpu=-1.0,
             network=-1.0,

@@ -1,4 +1,4 @@
-"""Small helpers around model specs, model configs and sub-model names."""
+"""Helpers for model specs, model configs and names of sub-models."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from shoal.proto.serving.tf_serving_pb2 import ModelConfig, ModelSpec
 
 
 def gen_model_spec(name: str, version: int | str | None = None, signature_name: str | None = None) -> ModelSpec:
-    """A ``ModelSpec``; an int is its version, a text its version label."""
+    """Make a ``ModelSpec``; ``version`` is a number or a label."""
     spec = ModelSpec(name=name)
     if isinstance(version, str):
         spec.version_label = version
@@ -26,7 +26,7 @@ def gen_model_config(
     model_platform: str = "tensorflow",
     version_labels: Mapping[str, int] | None = None,
 ) -> ModelConfig:
-    """A ``ModelConfig``: ``latest`` and ``latest_once`` take a count, ``specific`` versions, ``all`` nothing."""
+    """Make a ``ModelConfig``. ``version_data``: a count for ``latest`` and ``latest_once``, a list for ``specific``."""
     config = ModelConfig(name=name, base_path=base_path, model_platform=model_platform)
     policy: Any = config.model_version_policy
     kind = version_policy.lower()

@@ -1,4 +1,4 @@
-"""What trainers, containers and operators ask of a registry, whichever it is."""
+"""The registry interfaces for trainers, containers and operators."""
 
 import abc
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from shoal.serving.cluster.records import Container, ContainerServiceInfo, Saved
 
 
 class SyncBackend(abc.ABC):
-    """Who must be told of fresh rows."""
+    """Finds the replicas that need fresh rows."""
 
     @abc.abstractmethod
     def subscribe_model(self, model_name: str) -> None: ...
@@ -36,7 +36,7 @@ def refresh_sync_config(sync_backend: SyncBackend, ps_index: int) -> bytes:
 
 
 class AgentBackend(abc.ABC):
-    """What a serving container asks of the registry."""
+    """The registry operations of a serving container."""
 
     @abc.abstractmethod
     def report_service_info(self, container: Container, service_info: ContainerServiceInfo) -> None: ...
@@ -55,7 +55,7 @@ class AgentBackend(abc.ABC):
 
 
 class CtrlBackend(abc.ABC):
-    """What an operator does to the registry."""
+    """The registry operations of an operator."""
 
     @abc.abstractmethod
     def decl_saved_model(self, saved_model: SavedModel, deploy_config: SavedModelDeployConfig) -> None: ...

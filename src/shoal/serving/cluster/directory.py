@@ -1,4 +1,4 @@
-"""`DirectoryRegistry`: a registry in a directory of files. Watches poll, so they see a change one poll late."""
+"""`DirectoryRegistry`: a registry in a directory of files. Watches poll, so they see changes one poll late."""
 
 import contextlib
 import itertools
@@ -29,9 +29,9 @@ class DirectoryRegistry:
     """A :class:`~shoal.serving.cluster.registry.Registry` in a shared directory.
 
     Args:
-        root: the registry's directory, made on start.
+        root: the registry's directory, created on start.
         session_timeout: seconds without a heartbeat after which a session's ephemeral values are removed.
-        poll_interval: seconds between looks at what is watched.
+        poll_interval: seconds between checks of watched paths.
     """
 
     def __init__(self, root: str | Path, session_timeout: float = 10.0, poll_interval: float = 0.1) -> None:
@@ -42,7 +42,7 @@ class DirectoryRegistry:
         self._session = ""  # empty while stopped
         self._listeners: list[Callable[[str], Any]] = []
         self._watches: list[_Watch] = []
-        self._mutex = threading.Lock()  # of the list of watches
+        self._mutex = threading.Lock()  # guards _watches
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -54,7 +54,7 @@ class DirectoryRegistry:
         self._store.open()
         self._session = self._store.begin_session()
         self._stop = threading.Event()
-        self._tell(KazooState.CONNECTED)
+        self._notify(KazooState.CONNECTED)
         self._thread = threading.Thread(target=self._poll, args=(self._stop,), name="shoal-directory", daemon=True)
         self._thread.start()
 
@@ -67,7 +67,7 @@ class DirectoryRegistry:
             self._store.end_session(session)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
-        self._tell(KazooState.LOST)
+        self._notify(KazooState.LOST)
 
     def restart(self) -> None:
         self.stop()
@@ -77,7 +77,7 @@ class DirectoryRegistry:
         self._listeners.append(func)
         return lambda: self._listeners.remove(func) if func in self._listeners else None
 
-    def _tell(self, state: str) -> None:
+    def _notify(self, state: str) -> None:
         for func in list(self._listeners):
             func(state)
 
@@ -176,11 +176,11 @@ class DirectoryRegistry:
                     self._watches = [watch for watch in self._watches if watch.live]
                 if failing and due:
                     failing = False
-                    log.warning("the registry in %s can be polled again", self.root)
+                    log.warning("polling the registry in %s works again", self.root)
             except Exception:
                 if not failing:  # once, not at every poll
                     failing = True
-                    log.exception("the registry in %s could not be polled", self.root)
+                    log.exception("could not poll the registry in %s", self.root)
 
     def _check_watch(self, watch: _Watch) -> None:
         now = self._look(watch)
@@ -203,12 +203,12 @@ class DirectoryRegistry:
             if lost:
                 self._session = self._store.begin_session()
         if lost:
-            log.warning("session in %s expired; a new one began", self.root)
-            self._tell(KazooState.LOST)
-            self._tell(KazooState.CONNECTED)
+            log.warning("the session in %s expired; a new one was started", self.root)
+            self._notify(KazooState.LOST)
+            self._notify(KazooState.CONNECTED)
 
     def expire_session(self) -> None:
-        """Ends the session as a pause longer than its timeout would, and begins a new one."""
+        """End the session as if it had timed out, and begin a new one."""
         with self._store.locked():
             self._store.end_session(self._session)
         self._beat()

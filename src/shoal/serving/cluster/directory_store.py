@@ -1,8 +1,8 @@
-"""The files of the embedded registry: nodes, sessions, and the one lock that changes are made under.
+"""The files of the embedded registry: nodes, sessions, and the lock for changes.
 
-A node is a folder with a file ``=data``; an ephemeral one also has ``=owner``, the session that made it. A session is
-a file under ``=sessions`` whose age is its heartbeat; nodes of sessions that stopped beating are removed by whoever
-looks.
+A node is a folder with a file ``=data``; an ephemeral one also has ``=owner``, the session that created it. A session
+is a file under ``=sessions`` whose modification time is its last heartbeat; any process removes the nodes of sessions
+without a recent heartbeat.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ _DATA, _OWNER, _COUNTER = "=data", "=owner", "=counter"
 
 
 class DirectoryStore:
-    """A registry's directory. Paths are normal ones; reads need no lock, changes are made inside :meth:`locked`.
+    """A registry's directory. Paths are normalised; reads need no lock, changes require :meth:`locked`.
 
     Args:
         root: the directory.
-        session_timeout: seconds without a heartbeat after which a session is over.
+        session_timeout: seconds without a heartbeat after which a session ends.
     """
 
     def __init__(self, root: Path, session_timeout: float) -> None:
@@ -38,7 +38,7 @@ class DirectoryStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone among threads and processes; may be entered again inside."""
+        """Exclusive lock among threads and processes; re-entrant."""
         with self._mutex:
             if self._depth:
                 yield
@@ -59,7 +59,7 @@ class DirectoryStore:
         return session
 
     def beat(self, session: str) -> bool:
-        """Keeps a session alive; False if it is over."""
+        """Keep a session alive; returns False if it has ended."""
         try:
             os.utime(self._session_file(session))
         except FileNotFoundError:
@@ -71,7 +71,7 @@ class DirectoryStore:
         self.reap()
 
     def reap(self) -> None:
-        """Removes sessions without a heartbeat and the nodes of sessions that are gone."""
+        """Remove sessions without a recent heartbeat, and the nodes of ended sessions."""
         horizon = time.time() - self._session_timeout
         alive = set()
         for file in (self.root / "=sessions").iterdir():
@@ -122,14 +122,14 @@ class DirectoryStore:
             shutil.rmtree(self._folder(path))
 
     def next_number(self, path: str) -> int:
-        """Counts up for every numbered child of a node."""
+        """The number of a node's next numbered child."""
         file = self._folder(path) / _COUNTER
         number = int(file.read_text()) if file.exists() else 0
         _write(file.parent, _COUNTER, str(number + 1).encode())
         return number
 
     def children(self, path: str) -> list[str] | None:
-        """Names in order, or None where there is no such node."""
+        """Sorted names of a node's children; None if there is no such node."""
         folder = self._folder(path)
         if not self.is_node(path):
             return None
@@ -141,7 +141,7 @@ class DirectoryStore:
 
 
 def normal(path: str) -> str:
-    """An absolute path without a slash at its end."""
+    """Normalise to an absolute path without a trailing slash."""
     parts = [part for part in path.split("/") if part]
     if any(part in (".", "..") for part in parts):
         raise ValueError(f"registry path {path!r} must not contain '.' or '..'")

@@ -37,7 +37,7 @@ def evaluate_number(text: str) -> int | float:
             return -inner if isinstance(node.op, ast.USub) else inner
         if isinstance(node, ast.BinOp) and type(node.op) in operators:
             return operators[type(node.op)](value(node.left), value(node.right))
-        raise ValueError(f"the value must be a number, got {text!r}; numbers may use + - * / // % and parentheses")
+        raise ValueError(f"the value must be a number, got {text!r}; numbers can use + - * / // % and parentheses")
 
     try:
         return value(tree)
@@ -49,7 +49,7 @@ class Condition:
     """An integer condition such as ``i % 3 == 2``: integers, names, + - * // %, comparisons, and/or/not, True/False.
 
     Raises:
-        ValueError: when built from anything else.
+        ValueError: the text is anything else.
     """
 
     def __init__(self, text: str) -> None:
@@ -59,7 +59,7 @@ class Condition:
         self._check(self._tree)
 
     def __call__(self, names: Mapping[str, int]) -> bool:
-        """Whether the condition holds; ``KeyError`` for a name without a value, False where it divides by zero."""
+        """Whether the condition holds; False if it divides by zero. Raises KeyError for a name without a value."""
         try:
             return bool(self._value(self._tree, names))
         except ZeroDivisionError:
@@ -82,7 +82,7 @@ class Condition:
                 children = [node.left, *node.comparators]
             case _:
                 raise ValueError(
-                    f"condition {self.text!r}: {ast.unparse(node)!r} is not allowed; conditions must be made of "
+                    f"condition {self.text!r}: {ast.unparse(node)!r} is not allowed; conditions must consist of "
                     "integers, names, + - * // %, comparisons, and/or/not, True and False"
                 )
         for child in children:

@@ -1,4 +1,4 @@
-"""Which sub-graphs a container of a unified cluster takes from its layout."""
+"""Filters that select the sub-graphs of its layout that a container of a unified cluster serves."""
 
 import re
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ def normalize_regex(pattern: str) -> str:
 
 
 class LayoutFilters:
-    """Filters ``"<pattern>;<condition>"``, for example ``"ps_{i};i % 3 == 2"``. Without any, everything is accepted.
+    """Filters ``"<pattern>;<condition>"``, for example ``"ps_{i};i % 3 == 2"``. Without filters, all names pass.
 
     Raises:
-        ValueError: a filter without ``;``, with another kind of expression, or with an invalid pattern.
+        ValueError: a filter has no ``;``, an unsupported condition, or an invalid pattern.
     """
 
     def __init__(self, filters: Sequence[str] | str | None, shard_id: int = 0, shard_num: int = 1) -> None:
@@ -24,7 +24,7 @@ class LayoutFilters:
         self._filters = [self._build(text, values) for text in filters]
 
     def accepts(self, sub_graph: str) -> bool:
-        """Whether any filter matches the whole name and its condition holds."""
+        """Whether any filter matches the entire name and its condition holds."""
         if not self._filters:
             return True
         for pattern, condition in self._filters:
@@ -43,11 +43,11 @@ class LayoutFilters:
         try:
             compiled = re.compile(normalize_regex(pattern.strip()))
         except re.error as error:
-            raise ValueError(f"layout filter {text!r}: bad pattern: {error}") from None
+            raise ValueError(f"layout filter {text!r}: invalid pattern: {error}") from None
         checked = Condition(condition.strip())
         if unknown := checked.names - set(compiled.groupindex):
             raise ValueError(
-                f"layout filter {text!r}: the condition must use names of the pattern's groups, "
+                f"layout filter {text!r}: the condition must use only the names of the pattern's groups, "
                 f"got {', '.join(sorted(unknown))}"
             )
         return compiled, checked

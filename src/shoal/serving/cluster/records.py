@@ -1,4 +1,4 @@
-"""The values that registries hold: who they speak of, and their JSON."""
+"""The records stored in registries, and their JSON."""
 
 import json
 from dataclasses import dataclass, fields
@@ -27,7 +27,7 @@ class JsonRecord:
     """A dataclass stored as JSON: its fields in order, unknown keys ignored when read."""
 
     def to_json(self) -> str:
-        """The fields in order, absent ones as ``null``."""
+        """All fields as JSON, in order; unset ones are ``null``."""
         return json.dumps({each.name: getattr(self, each.name) for each in fields(self)}, ensure_ascii=False)  # pyrefly: ignore
 
     @classmethod
@@ -40,7 +40,7 @@ class JsonRecord:
         return cls(**{key: value for key, value in content.items() if key in known})
 
     def serialize(self) -> bytes:
-        """`to_json` as a registry stores it."""
+        """`to_json` as bytes, as a registry stores it."""
         return self.to_json().encode()
 
     @classmethod

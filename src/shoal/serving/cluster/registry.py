@@ -1,4 +1,4 @@
-"""`Registry`: the small tree of values in which processes of a cluster find each other, in ZooKeeper or in files."""
+"""`Registry`: a small tree of values, in ZooKeeper or in files, through which a cluster's processes find each other."""
 
 import os
 from collections.abc import Callable
@@ -9,61 +9,60 @@ from shoal.serving.cluster.directory import DirectoryRegistry
 from shoal.serving.cluster.zookeeper import KazooRegistry
 
 RECONNECT_SECS = 2.0
-"""The longest pause between attempts to reach a registry that is away."""
+"""The longest pause between attempts to reach an unavailable registry."""
 
 
 class Registry(Protocol):
     """Values under absolute paths, shared by the sessions of several processes. Any thread may call any method.
 
-    Ephemeral values are removed when the session that wrote them ends. A function that watches is called once before
-    ``watch`` returns, then on every change, and no more after it has returned False.
+    Ephemeral values are removed when the session that wrote them ends. A watch function is called once before ``watch``
+    returns, then on every change, until it returns False.
     """
 
     def start(self) -> None:
-        """Begins a session."""
+        """Begin a session."""
 
     def stop(self) -> None:
-        """Ends the session. Watches rest until the next start."""
+        """End the session. Watches pause until the next start."""
 
     def restart(self) -> None:
-        """Ends the session and begins another."""
+        """End the session and begin a new one."""
 
     def listen(self, func: Callable[[str], Any]) -> Callable[[], None]:
-        """Calls ``func`` with ``LOST``, ``SUSPENDED`` or ``CONNECTED`` from now on; the result ends that."""
+        """Call ``func`` with ``LOST``, ``SUSPENDED`` or ``CONNECTED`` from now on; call the result to stop."""
 
     def get(self, path: str) -> bytes | None:
-        """The value, or None where there is none."""
+        """The value at a path, or None."""
 
     def put(self, path: str, value: bytes, *, ephemeral: bool = False, numbered: bool = False) -> str:
-        """Writes a value, making its parents, and returns its path. An ephemeral value belongs to this session
-        afterwards, whoever wrote it before. ``numbered`` appends ten digits that count up per parent."""
+        """Write a value, creating its parents, and return its path. ``numbered`` appends ten digits that count up per
+        parent. An ephemeral value belongs to this session from then on, even if another session wrote it."""
 
     def swap(self, path: str, before: bytes | None, after: bytes) -> bool:
-        """Writes ``after`` where the value is ``before``, None meaning that there is none, and tells whether it did.
-        Of several that try at once, in whatever process, one succeeds."""
+        """Atomically write ``after`` if the value is ``before`` (None: no value); returns whether it was written."""
 
     def delete(self, path: str) -> None:
-        """Removes a value without children; one that is missing is ignored."""
+        """Remove a value, which must not have children; has no effect if it does not exist."""
 
     def children(self, path: str) -> list[str]:
-        """The names under a path; none under a missing one."""
+        """The names of a path's children; empty if the path does not exist."""
 
     def watch(self, path: str, func: Callable[[bytes | None, str | None], Any]) -> None:
         """``func(value, event)``: the event is None at first, then ``CREATED``, ``CHANGED``, ``DELETED`` or ``NONE`` (a
         change of the session)."""
 
     def watch_children(self, path: str, func: Callable[[list[str]], Any], *, ensure: bool = False) -> None:
-        """``func(names)``. A watch ends with its path, at once where that is missing; ``ensure`` makes the path."""
+        """``func(names)``. The watch ends when its path is removed or missing; ``ensure`` creates the path."""
 
 
-def open_registry(servers: str | None, default: str = "127.0.0.1:2181", *, session_timeout: float = 10.0) -> Registry:
+def open_registry(servers: str | None, *, session_timeout: float = 10.0) -> Registry:
     """A registry by its address: a folder (``dir:///path``, ``dir:/path``, or the path of one that exists) or ZooKeeper
-    (``zk://host:port,…``, or just ``host:port,…``).
+    (``zk://host:port,…``, or just ``host:port,…``; None is 127.0.0.1:2181).
 
-    ``session_timeout``: seconds after which the ephemeral values of a process that died are removed; a ZooKeeper takes
-    at least two of its ticks.
+    ``session_timeout``: seconds after which the ephemeral values of a dead process are removed; ZooKeeper's minimum is
+        two of its ticks.
 
-    ``ZK_AUTH=user:password`` in the environment becomes digest authentication; it is never logged.
+    ``ZK_AUTH=user:password`` in the environment enables digest authentication; it is never logged.
     """
     if servers and (servers.startswith("dir:") or os.path.isdir(servers)):
         return DirectoryRegistry(servers.removeprefix("dir:").removeprefix("//"), session_timeout)
@@ -73,18 +72,18 @@ def open_registry(servers: str | None, default: str = "127.0.0.1:2181", *, sessi
     except ImportError:
         raise missing_extra("kazoo", "zookeeper") from None
     auth = os.environ.get("ZK_AUTH")
-    # kazoo's own pause between attempts doubles up to an hour: a server that was away would not be noticed for long.
+    # By default, kazoo's pause between attempts grows up to an hour, so a returning server would go unnoticed.
     again = {"max_tries": -1, "delay": 0.1, "backoff": 2, "max_delay": RECONNECT_SECS}
     auth_data = [("digest", auth)] if auth else None
-    client = KazooClient(hosts=servers or default, timeout=session_timeout, auth_data=auth_data, connection_retry=again)
-    return KazooRegistry(client)
+    hosts = servers or "127.0.0.1:2181"
+    return KazooRegistry(KazooClient(hosts, session_timeout, auth_data=auth_data, connection_retry=again))
 
 
 def is_registry_address(text: str) -> bool:
-    """Whether a text that may also be a server's ``host:port`` is the address of a registry."""
+    """Whether a string is a registry's address rather than a server's ``host:port``."""
     return text.startswith(("dir:", "zk://")) or os.path.isdir(text)
 
 
 def registry_of(client: Any) -> Registry:
-    """A ``zk_client`` argument as a registry: a client with kazoo's methods is wrapped, a registry stays as it is."""
+    """Convert a ``zk_client`` argument to a registry: a client with kazoo's methods is wrapped."""
     return KazooRegistry(client) if hasattr(client, "ChildrenWatch") else client

@@ -1,4 +1,4 @@
-"""The registry side of a serving process: its registrations, its map of the others, and what a lost session does."""
+"""A serving process in the registry: its registrations, its map of other replicas, and recovery from lost sessions."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from shoal.serving.cluster.zookeeper import KazooState
 
 
 class ZKListener:
-    """What happens to a process's registrations when its session is lost and comes back.
+    """Handles a process's registrations when its session is lost and restored.
 
     LOST stops updates and polling; the next CONNECTED registers once, with the last known states, and polling resumes
     after a while.
@@ -37,7 +37,7 @@ class ZKListener:
                 self._updater.pause()
         elif state == KazooState.CONNECTED and self._was_lost:
             self._was_lost = False
-            # A listener must not wait for the client that calls it.
+            # A listener must not block the client that calls it.
             threading.Thread(target=self._recover, args=(self._losses,), name="shoal-zk-recover", daemon=True).start()
 
     def _recover(self, losses: int) -> None:
@@ -47,12 +47,12 @@ class ZKListener:
             self._updater.unpause()
         if self._watcher is not None:
             time.sleep(self.resume_secs)
-            if self._losses == losses:  # else the session was lost again, and its return resumes
+            if self._losses == losses:  # otherwise it was lost again, and the next recovery resumes polling
                 self._watcher.resume()
 
 
 class ReplicaManager:
-    """The registry side of one serving process: its own registrations and the map of the others."""
+    """One serving process in the registry: its own registrations and the map of other replicas."""
 
     def __init__(self, zk: Any, config: AgentConfig) -> None:
         self.config = config
@@ -60,12 +60,12 @@ class ReplicaManager:
         self.watcher = ReplicaWatcher(registry, config)
         self.updater = ReplicaUpdater(registry, config)
         self.watcher.own_registrations = lambda: self.updater.registrations
-        self.watcher.follows_session = False  # polling resumes after the nodes of this process are back
+        self.watcher.follows_session = False  # the listener resumes polling after this process has registered again
         self._listener = ZKListener(self.watcher, self.updater)
         self._unlisten: Callable[[], None] = lambda: None
 
     def start(self) -> None:
-        """Registers, watches, and starts to follow the local model server."""
+        """Register, start the watches, and start to poll the local model server."""
         self._unlisten = self._registry.listen(self._listener)
         self.updater.register()
         self.watcher.watch_data()
@@ -76,14 +76,11 @@ class ReplicaManager:
         self.updater.stop()
         self.watcher.stop()
 
-    def _own_place(self) -> tuple[str | None, str | None]:
-        return (self.config.idc, self.config.cluster) if self.config.dc_aware else (None, None)
-
     def is_ps_set_started(self) -> bool:
         """Whether every PS task has an available replica in this location."""
-        place = self._own_place()
-        return all(self.watcher.get_replicas(ServerType.PS, task, *place) for task in range(self.config.num_ps))
+        place, tasks = self.config.place, range(self.config.num_ps)
+        return all(self.watcher.get_replicas(ServerType.PS, task, *place) for task in tasks)
 
     def is_dense_set_started(self) -> bool:
         """Whether the dense task has an available replica in this location."""
-        return bool(self.watcher.get_replicas(ServerType.DENSE, 0, *self._own_place()))
+        return bool(self.watcher.get_replicas(ServerType.DENSE, 0, *self.config.place))

@@ -1,4 +1,4 @@
-"""The records of the replica registry and the paths that they live at."""
+"""The records of the replica registry and their paths."""
 
 import re
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ _PATH = re.compile(
 
 
 class ZKPath:
-    """The parts of a task or replica path; None everywhere for a path of another form."""
+    """The parts of a task or replica path; all None for any other path."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -53,7 +53,7 @@ def type_name(server_type: int | str) -> str:
 
 @dataclass(slots=True)
 class ReplicaMeta(JsonRecord):
-    """One replica of a task: where it listens and what state its model is in."""
+    """One replica of a task: its addresses and its model's state."""
 
     address: str | None = None
     address_ipv6: str | None = None

@@ -1,4 +1,4 @@
-"""`ReplicaUpdater`: registers a process's sub-models and keeps their published states true."""
+"""`ReplicaUpdater`: registers a process's sub-models and keeps their published states up to date."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ METRICS_SECS = 60.0
 def choose_version_status(statuses: Sequence[ModelVersionStatus]) -> ModelVersionStatus:
     """The status that represents a model: the highest version that is AVAILABLE, else the highest.
 
-    Without any, a status of state UNKNOWN.
+    Without versions, a status with state UNKNOWN.
     """
     if not statuses:
         return ModelVersionStatus(state=ModelState.UNKNOWN)
@@ -39,13 +39,13 @@ def choose_version_status(statuses: Sequence[ModelVersionStatus]) -> ModelVersio
 
 
 class ReplicaUpdater:
-    """Runs next to a model server. ``register()`` makes an ephemeral node per sub-model, ``start()`` follows states."""
+    """Runs next to a model server. ``register()`` creates ephemeral nodes for sub-models, ``start()`` tracks states."""
 
     def __init__(self, zk_client: Any, config: AgentConfig) -> None:
         self._registry = registry_of(zk_client)
         self.config = config
         self._lock = threading.RLock()
-        self._meta: dict[str, ReplicaMeta] = {}  # sub-model -> what is published
+        self._meta: dict[str, ReplicaMeta] = {}  # sub-model -> its published record
         self._paths: dict[str, str] = {}  # sub-model -> its node
         self._versions: dict[str, tuple[int, float]] = {}  # sub-model -> (version, when it changed)
         self._channels: dict[int, tuple[Any, Any]] = {}
@@ -74,12 +74,12 @@ class ReplicaUpdater:
     # --- registration -----------------------------------------------------------------------------------------------
 
     def register(self) -> None:
-        """Registers every sub-model, with the state that was last published for it (UNKNOWN at first)."""
+        """Register every sub-model with its last published state (UNKNOWN at first)."""
         for name in self.model_names:
             try:
                 self._register(name)
             except Exception:
-                log.exception("sub-model %s could not be registered", name)
+                log.exception("could not register sub-model %s", name)
 
     def _register(self, name: str, meta: ReplicaMeta | None = None) -> None:
         kind, task = parse_sub_model_name(name)
@@ -92,7 +92,9 @@ class ReplicaUpdater:
                 self.config.replica_id = int(path.rpartition("/")[2])
             else:
                 if replica == -1:
-                    log.error("%s has no replica id; processes without one overwrite each other at %s/-1", name, base)
+                    log.error(
+                        "%s has no replica id; processes without one overwrite each other's entry at %s/-1", name, base
+                    )
                 path = f"{base}/{replica:011d}" if kind == "entry" else f"{base}/{replica}"
                 self._registry.put(path, meta.serialize(), ephemeral=True)
             self._meta[name], self._paths[name] = meta, path
@@ -111,14 +113,14 @@ class ReplicaUpdater:
         )
 
     def forget_nodes(self) -> None:
-        """The session is lost and its nodes with it; metadata is kept for the next :meth:`register`."""
+        """Forget the nodes of a lost session; metadata is kept for the next :meth:`register`."""
         with self._lock:
             self._paths = {}
 
-    # --- following states -------------------------------------------------------------------------------------------
+    # --- states -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to follow the model server, once every ``update_model_status_interval``."""
+        """Start to poll the model server every ``update_model_status_interval``."""
         self._stop.clear()
         self._thread = threading.Thread(target=self._loop, name="shoal-replica-updater", daemon=True)
         self._thread.start()
@@ -133,7 +135,7 @@ class ReplicaUpdater:
             self._channels = {}
 
     def pause(self) -> None:
-        """No updates until :meth:`unpause`."""
+        """Stop updates until :meth:`unpause`."""
         self._paused.set()
 
     def unpause(self) -> None:
@@ -149,18 +151,18 @@ class ReplicaUpdater:
                 self.emit_metrics()
 
     def update(self) -> None:
-        """One look at every sub-model; what fails on one does not keep the others from being updated."""
+        """Check every sub-model once; an error in one does not affect the others."""
         for name in self.model_names:
             try:
                 self._update(name)
             except Exception as error:
-                log.error("the state of %s could not be updated: %r", name, error)
+                log.error("could not update the state of %s: %r", name, error)
 
     def get_model_status(self, name: str) -> ModelVersionStatus:
-        """What the local model server says of a sub-model.
+        """The status of a sub-model on the local model server.
 
         Raises:
-            StatusError: it cannot be reached, or the model is in error.
+            StatusError: the server cannot be reached, or the model has an error.
         """
         kind, _ = parse_sub_model_name(name)
         request = GetModelStatusRequest()
@@ -205,7 +207,7 @@ class ReplicaUpdater:
             log.error("sub-model %s: %d %s", name, problem.code, problem.message)
 
     def _publish(self, name: str, meta: ReplicaMeta) -> None:
-        """Writes what is to be published, and only then takes it for published: what fails is tried again."""
+        """Publish a state; it counts as published only after it was written, so a failed write is retried."""
         path = self._paths.get(name)
         if path is None:
             self._register(name, meta)
@@ -223,7 +225,7 @@ class ReplicaUpdater:
             emit_store(f"serving_model.{what}", value, tags)
 
     def emit_metrics(self) -> None:
-        """Versions and their ages, once a minute."""
+        """Emit the version of each sub-model and its age."""
         for name, (version, since) in list(self._versions.items()):
             self._emit(name, "latest_version", version)
             self._emit(name, "since_last_update", time.time() - since)

@@ -24,19 +24,19 @@ Replicas = dict[str, dict[str, ReplicaMeta]]
 
 
 def is_ipv6_only() -> bool:
-    """Whether this host can be reached by IPv6 only, by ``MY_HOST_IP``/``MY_POD_IP``/``MY_HOST_IPV6`` or its name."""
+    """Whether this host has only IPv6, according to ``MY_HOST_IP``, ``MY_POD_IP``, ``MY_HOST_IPV6`` or its name."""
     if any(name in os.environ for name in ("MY_HOST_IP", "MY_POD_IP", "MY_HOST_IPV6")):
         return not (os.environ.get("MY_HOST_IP") or os.environ.get("MY_POD_IP"))
     return resolve(socket.gethostname(), socket.AF_INET) is None
 
 
 class ReplicaWatcher:
-    """Watches ``/<bzid>/service/<base_name>``; queries answer from memory.
+    """Watches ``/<bzid>/service/<base_name>``; queries are answered from memory.
 
     Args:
         zk_client: a started client.
-        config: whose ``bzid``, ``base_name`` and ``dc_aware`` are followed.
-        use_archon: answer with archon addresses.
+        config: its ``bzid``, ``base_name`` and ``dc_aware`` say what to watch.
+        use_archon: return archon addresses.
         zk_watch_address_family: ``ipv4`` or ``ipv6``, the family to prefer.
 
     Attributes:
@@ -53,13 +53,13 @@ class ReplicaWatcher:
         self._family = "ipv6" if is_ipv6_only() else str(zk_watch_address_family)
         self.replicas: Replicas = {}
         self.own_registrations: Callable[[], dict[str, bytes]] = dict
-        """Gives path -> value of this process's own nodes; the poll puts back those that vanished."""
+        """Returns path -> value of this process's own nodes; the poll restores missing ones."""
         self.poll_secs = POLL_SECS
         self._lock = threading.RLock()
         self._watch_calls = 0
-        self._watched: dict[str, object] = {}  # path -> what tells its watch from an earlier one of the same path
+        self._watched: dict[str, object] = {}  # path -> token of its current watch
         self.follows_session = True
-        """Whether polling rests and resumes by the client's state; False where somebody else sees to that."""
+        """Whether polling pauses and resumes with the client's state; False if another object controls that."""
         self._lost = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -71,7 +71,7 @@ class ReplicaWatcher:
     # --- watching ---------------------------------------------------------------------------------------------------
 
     def watch_data(self) -> None:
-        """Starts the watches, whose first calls fill the map, and the poll that heals what they missed."""
+        """Start the watches, whose first calls fill the map, and the poll that repairs missed changes."""
         self._stop.clear()
         if self.follows_session:
             self._unlisten = self._registry.listen(self._on_state)
@@ -81,7 +81,7 @@ class ReplicaWatcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the poll and clears the map."""
+        """End the poll and clear the map."""
         self._stop.set()
         self._unlisten()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -91,7 +91,7 @@ class ReplicaWatcher:
             self._watched.clear()
 
     def suspend(self) -> None:
-        """No polling until :meth:`resume`."""
+        """Stop polling until :meth:`resume`."""
         self._lost.set()
 
     def resume(self) -> None:
@@ -104,7 +104,7 @@ class ReplicaWatcher:
             self.resume()
 
     def _is_live(self, path: str, token: object) -> bool:
-        """Whether a watch is still the one of its path: a path that went and came back has another."""
+        """Whether ``token`` is of the path's current watch; a path that is removed and created again gets a new one."""
         return not self._stop.is_set() and self._watched.get(path) is token
 
     def _watch_children(self, path: str, token: object, watch_child: Callable[[str, object], None]) -> None:
@@ -135,13 +135,13 @@ class ReplicaWatcher:
         try:
             replica = str(int(name))
         except ValueError:
-            log.error("replica %s is not named by a number; it is ignored", path)
+            log.error("ignoring replica %s: its name is not a number", path)
             return
 
         def changed(data: bytes | None, event: str | None) -> bool | None:
             if not self._is_live(path, token):
                 if event == EventType.DELETED and path not in self._watched and not self._stop.is_set():
-                    self._on_data(task, replica, data, event)  # its parent's watch was called first
+                    self._on_data(task, replica, data, event)  # the parent's watch was called first
                 return False
             self._on_data(task, replica, data, event)
             return None
@@ -170,9 +170,9 @@ class ReplicaWatcher:
                 self.poll()
 
     def poll(self) -> None:
-        """Rebuilds the map from the registry and puts back own registrations that vanished. Errors are logged.
+        """Rebuild the map from the registry and restore this process's missing registrations. Errors are logged.
 
-        If a watch is called meanwhile, its data may be newer than what was read, and the map stays as it is.
+        If a watch is called meanwhile, its data may be newer than what was read, so the map is left unchanged.
         """
         try:
             before = self._watch_calls
@@ -190,7 +190,7 @@ class ReplicaWatcher:
                     self.replicas = fresh
             self._restore_own()
         except Exception:
-            log.exception("the replicas of %s could not be polled", self.base)
+            log.exception("could not poll the replicas of %s", self.base)
 
     def _read_task(self, path: str) -> dict[str, ReplicaMeta]:
         found: dict[str, ReplicaMeta] = {}
@@ -208,7 +208,7 @@ class ReplicaWatcher:
     def _restore_own(self) -> None:
         for path, value in self.own_registrations().items():
             if self._registry.get(path) is None:
-                log.warning("own registration %s vanished; it is made again", path)
+                log.warning("this process's registration %s is gone; registering it again", path)
                 self._registry.put(path, value, ephemeral=True)
 
     # --- queries ----------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class ReplicaWatcher:
             return found
 
     def _addresses(self, replicas: list[tuple[str, ReplicaMeta]]) -> list[tuple[str, str]]:
-        """(replica id, address) of the available ones."""
+        """(replica id, address) of the available replicas."""
         found = []
         for replica, meta in replicas:
             if meta.stat == ModelState.AVAILABLE:
@@ -268,7 +268,7 @@ class ReplicaWatcher:
     def get_replicas_with_extra_info(
         self, server_type: int | str, task: int, idc: str | None = None, cluster: str | None = None
     ) -> dict[str, ClientConfig.TargetExtraInfo]:
-        """address -> where it is and which replica it is."""
+        """address -> its location and replica id."""
         result = {}
         for where, replicas in self._tasks(server_type, task, idc, cluster):
             for replica, address in self._addresses(replicas):
@@ -283,7 +283,7 @@ class ReplicaWatcher:
 
 
 def _child(parent: str, path: str) -> str:
-    """The child of ``parent`` that ``path`` is, or is under."""
+    """The child of ``parent`` that is ``path`` or one of its ancestors."""
     return f"{parent}/{path[len(parent) + 1 :].partition('/')[0]}"
 
 
@@ -291,7 +291,7 @@ def _parse(path: str, data: bytes) -> ReplicaMeta | None:
     try:
         return ReplicaMeta.deserialize(data)
     except (ValueError, TypeError, AttributeError) as error:
-        log.error("replica %s holds no ReplicaMeta: %s", path, error)
+        log.error("replica %s does not contain a ReplicaMeta: %s", path, error)
         return None
 
 
@@ -308,7 +308,7 @@ class ReplicaWatcherSync(SyncBackend):
     def get_sync_targets(self, sub_graph: str) -> tuple[str, dict[str, ClientConfig.TargetExtraInfo]]:
         kind, _, index = sub_graph.partition("_")
         if kind != "ps" or not index.isdecimal():
-            raise AssertionError(f"a sub-graph that takes rows must be ps_<number>, got {sub_graph!r}")
+            raise AssertionError(f"a sub-graph that receives rows must be ps_<number>, got {sub_graph!r}")
         return sub_graph, self._watcher.get_replicas_with_extra_info(ServerType.PS, int(index))
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Operator's side of a rollout: declaring exports, mapping them to layouts, copying side-loaded models."""
+"""Rollouts by operators: declare exports, map them to layouts, copy side-loaded models."""
 
 import fnmatch
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def newest_version(directory: str | os.PathLike) -> int | None:
-    """The numerically highest version in a sub-graph's directory that is there as a whole."""
+    """The numerically highest complete version in a sub-graph's directory."""
     return max(whole_versions(directory), default=None)
 
 
@@ -37,13 +37,13 @@ def declare_saved_model(
     overwrite: bool = False,
     arch: str = "entry_ps",
 ) -> str:
-    """Declares every sub-directory of an export base as a sub-graph of a model; returns the model's name.
+    """Declare every sub-directory of an export base as a sub-graph of a model; returns the model's name.
 
-    The entry follows the latest version, embedding shards load once. Without ``model_name`` the one that the newest
-    entry export recorded is used.
+    The entry follows the latest version; embedding shards load once. ``model_name`` defaults to the name recorded in
+    the newest entry export.
 
     Raises:
-        ValueError: the model is declared already and ``overwrite`` is False, or nothing is there to declare.
+        ValueError: the model is already declared and ``overwrite`` is False, or there is nothing to declare.
     """
     if arch != "entry_ps":
         raise ConfigError(f"arch must be entry_ps, got {arch!r}")
@@ -56,10 +56,10 @@ def declare_saved_model(
     if model_name is None:
         version = newest_version(base / "entry")
         if version is None:
-            raise ConfigError(f"{base}/entry has no version to take the model's name from; give model_name")
+            raise ConfigError(f"{base}/entry has no version that names the model; pass model_name")
         model_name = Manifest.read(base / "entry" / str(version)).model_name
     if not overwrite and backend.list_saved_models(model_name):
-        raise ConfigError(f"model {model_name!r} is declared already; pass overwrite=True to declare it again")
+        raise ConfigError(f"model {model_name!r} is already declared; pass overwrite=True to declare it again")
     for sub_graph in sub_graphs:
         policy = "latest" if sub_graph == "entry" else "latest_once"
         deploy = SavedModelDeployConfig(model_base_path=str(base / sub_graph), version_policy=policy)
@@ -68,7 +68,7 @@ def declare_saved_model(
 
 
 def map_model_to_layout(backend: Any, model_pattern: str, layout: str, action: str) -> list[SavedModel]:
-    """Puts declared sub-graphs that match ``"<model>:<glob>"`` into a layout (``pub``), or takes them out."""
+    """Add declared sub-graphs that match ``"<model>:<glob>"`` to a layout (``pub``), or remove them (``unpub``)."""
     model, colon, pattern = model_pattern.partition(":")
     if not colon or not model or not pattern:
         raise ConfigError(f"a model pattern must be '<model>:<glob>', got {model_pattern!r}")
@@ -82,7 +82,7 @@ def map_model_to_layout(backend: Any, model_pattern: str, layout: str, action: s
 
 
 class ModelManager:
-    """Copies side-loaded models from where they are delivered to where they are served.
+    """Copies side-loaded models from the delivery folder to the serving folder.
 
     A source directory ``<model>@<version>`` is complete when ``<model>@<version>.write.done`` exists. The newest one is
     copied to ``<receive>/<model>/<sub>/<version>`` through ``-temp`` names and renamed, all sub-graphs or none. While a
@@ -114,7 +114,7 @@ class ModelManager:
         self._thread: threading.Thread | None = None
 
     def start(self) -> bool:
-        """Copies the newest model, waiting for a first one, then keeps copying; False if none came in time."""
+        """Copy the newest model, waiting for the first one, then keep copying; False if none arrived in time."""
         if self.model_name is None:
             return True
         self._remove_read_locks()
@@ -142,14 +142,14 @@ class ModelManager:
             self.run_once()
 
     def run_once(self) -> None:
-        """One look: copies a newer model if there is one, deletes old copies. Errors are logged."""
+        """Check once: copy a newer model if there is one, and delete old copies. Errors are logged."""
         try:
             self.copy_newest()
             self.delete_old()
             if self._use_metrics and (versions := self.received_versions()):
                 emit_store("model_manager.latest_version", versions[-1], f"model_name={self.model_name}")
         except Exception:
-            log.exception("model %s could not be copied", self.model_name)
+            log.exception("could not copy model %s", self.model_name)
 
     def source_versions(self) -> list[int]:
         """Versions that were delivered completely, ascending."""
@@ -176,7 +176,7 @@ class ModelManager:
         return sorted(set.intersection(*sets)) if sets else []
 
     def copy_newest(self) -> int | None:
-        """Copies the newest delivered version if it is newer than what is there; returns it."""
+        """Copy the newest delivered version if it is newer than the existing copies; returns it."""
         delivered, received = self.source_versions(), self.received_versions()
         if not delivered or (received and received[-1] >= delivered[-1]):
             return None

@@ -1,4 +1,4 @@
-"""The agent of a one-model cluster: it starts model servers, registers them and tells them of each other."""
+"""The agent of a one-model cluster: it starts model servers, registers them and gives them each other's addresses."""
 
 import contextlib
 import logging
@@ -28,7 +28,7 @@ START_TIMEOUT_SECS = 3600.0
 
 @dataclass(slots=True)
 class _Server:
-    """A model server to start: what it serves, by which configuration, and when it may."""
+    """A model server to start: its sub-graph, its configuration, and the condition for starting it."""
 
     name: str
     server_type: str
@@ -39,8 +39,8 @@ class _Server:
 def dense_configs(config: AgentConfig) -> list[AgentConfig]:
     """A configuration for each of the ``dense_service_num`` processes that run the net on a host.
 
-    Process i is replica ``replica_id * dense_service_num + i``; it has the configured ports if it is the first, else
-    free ones.
+    Process i is replica ``replica_id * dense_service_num + i``; the first one has the configured ports, the others free
+    ones.
     """
     names = ("tfs_dense_port", "tfs_dense_http_port", "tfs_dense_archon_port")
     count = max(1, config.dense_service_num)
@@ -53,10 +53,10 @@ def dense_configs(config: AgentConfig) -> list[AgentConfig]:
 
 
 class ServingAgent:
-    """A process of a one-model cluster (agent version 1): model servers as children, their registrations, the agent.
+    """One process of a one-model cluster (agent version 1): starts and registers model servers, and runs the agent.
 
-    Mixed processes start embedding shards, then dense, then the entry, each when what it needs is available. The net
-    runs in ``dense_service_num`` processes. If a child dies, all are ended.
+    Mixed processes start embedding shards, then dense, then the entry, each when its dependencies are available. The
+    net runs in ``dense_service_num`` processes. If a child dies, all are ended.
     """
 
     port_check_secs = PORT_CHECK_SECS
@@ -71,7 +71,7 @@ class ServingAgent:
         security: ServerSecurity | None = None,
     ) -> None:
         if not config.base_path:
-            raise ConfigError("an agent needs base_path, the directory of exported_models")
+            raise ConfigError("an agent needs base_path, the exported_models directory")
         self.config = config
         self._registry = registry = registry_of(zk)
         self.replicas = ReplicaManager(registry, replace(config, dense_alone=False))
@@ -104,7 +104,7 @@ class ServingAgent:
         }.get(DeployType(conf.deploy_type), [])
 
     def command(self, server_type: str, config: AgentConfig | None = None) -> list[str]:
-        """The model server of ``ps``, ``dense`` or ``entry``."""
+        """The command line of the model server for ``ps``, ``dense`` or ``entry``."""
         conf = config if config is not None else self.config
         names = [
             name
@@ -118,7 +118,7 @@ class ServingAgent:
         return [*command, "--sub-graph", *names]
 
     def run(self, stop: threading.Event | None = None) -> int:
-        """Starts everything and waits; the exit code: 0 when asked to stop, 1 when a child died."""
+        """Start everything and wait; returns the exit code: 0 when asked to stop, 1 when a child died."""
         stop = stop or threading.Event()
         self._agent.start()
         try:
@@ -128,7 +128,7 @@ class ServingAgent:
                 updater.register()
                 updater.start()
             for server in self.servers():
-                self._wait(server.may_start, stop, f"what {server.name} needs")
+                self._wait(server.may_start, stop, f"the dependencies of {server.name}")
                 if stop.is_set():
                     return 0
                 self._children[server.name] = subprocess.Popen(self.command(server.server_type, server.config))
@@ -136,7 +136,7 @@ class ServingAgent:
                 self._wait(lambda port=port: is_open(f"127.0.0.1:{port}"), stop, f"{server.name} to listen on {port}")
             while not stop.wait(1.0):
                 if dead := [name for name, child in self._children.items() if child.poll() is not None]:
-                    log.error("model server %s ended with %s; ending the others", dead, self._children[dead[0]].poll())
+                    log.error("model server %s exited with %s; ending the others", dead, self._children[dead[0]].poll())
                     return 1
             return 0
         finally:
@@ -158,7 +158,7 @@ class ServingAgent:
                 return
 
     def end(self) -> None:
-        """Ends the children, gently first, and the registrations."""
+        """Terminate the children, then kill them if necessary, and remove the registrations."""
         for child in self._children.values():
             if child.poll() is None:
                 child.terminate()

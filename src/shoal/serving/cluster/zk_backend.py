@@ -1,4 +1,4 @@
-"""`ZKBackend`: the registry of unified clusters, for containers, operators and trainers at once."""
+"""`ZKBackend`: the registry of unified clusters, for containers, operators and trainers."""
 
 import logging
 import threading
@@ -20,7 +20,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
     Args:
         bzid: the first level of every path.
         zk_servers: ``host:port,…``, or ``dir:/path`` for a directory of files.
-        zk_client: a client to use instead of making one.
+        zk_client: a client to use instead of creating one.
     """
 
     def __init__(self, bzid: str, zk_servers: str | None = None, zk_client: Any = None) -> None:
@@ -33,7 +33,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         self._subscribed: set[str] = set()  # models whose bindings are watched
         self._watched: set[str] = set()  # paths with a live watch
         self._bindings: dict[str, dict[str, list[Container]]] = {}
-        self._infos: dict[Container, ContainerServiceInfo] = {}  # last seen, for when the registry cannot be asked
+        self._infos: dict[Container, ContainerServiceInfo] = {}  # last known, used while the registry is unreachable
         self._model: str | None = None
         self._unlisten: Callable[[], None] = lambda: None
 
@@ -55,9 +55,9 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
             self._lost.set()
 
     def _restart(self) -> None:
-        """A new session, in which nothing that was written as ephemeral exists.
+        """Start a new session, which has none of the old one's ephemeral nodes.
 
-        Never under ``_lock``: restarting waits for watches that are running, and those take it.
+        Never call it under ``_lock``: restarting waits for running watches, which take the lock.
         """
         with self._restarting:
             if self._lost.is_set():
@@ -69,7 +69,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
     # --- nodes ------------------------------------------------------------------------------------------------------
 
     def _put(self, path: str, value: bytes, ephemeral: bool) -> bool:
-        """Creates a node or overwrites it; False, with a log line, when it could not be written."""
+        """Create or overwrite a node; on failure logs a line and returns False."""
         try:
             self._registry.put(path, value, ephemeral=ephemeral)
         except Exception as error:
@@ -94,9 +94,9 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         self._put(f"/{self.bzid}/container_service/{container}", service_info.serialize(), True)
 
     def sync_available_saved_models(self, container: Container, saved_models: Iterable[SavedModel]) -> None:
-        """Binds this container to the models that it can serve now; only differences to the last call are written.
+        """Bind this container to the models that it can serve now; only changes since the last call are written.
 
-        After a lost session it forgets what it wrote and returns; the next call writes everything again.
+        After the session was lost, a call only starts a new session; the next call writes everything again.
         """
         if self._lost.is_set():
             self._restart()
@@ -112,9 +112,9 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
             self._available = remembered
 
     def register_layout_callback(self, layout_path: str, callback: Callable[[list], Any]) -> None:
-        """Calls ``callback([(SavedModel, SavedModelDeployConfig)])`` now and on every change of the layout.
+        """Call ``callback([(SavedModel, SavedModelDeployConfig)])`` now and on every change, until it returns False.
 
-        ``layout_path``: a path, or the name of a layout of this business. Returning False from it ends the watch.
+        ``layout_path``: a path, or the name of a layout of this business id.
         """
         path = layout_path_of(self.bzid, layout_path)
 
@@ -126,7 +126,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
                 try:
                     deploy = SavedModelDeployConfig.deserialize(data or b"")
                 except ValueError:
-                    log.error("layout %s: %s is not declared; it is skipped", layout_path, child)
+                    log.error("layout %s: skipping %s, which is not declared", layout_path, child)
                     continue
                 models.append((SavedModel(name, sub_graph), deploy))
             self._subscribe({model.model_name for model, _ in models})
@@ -148,7 +148,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         with self._lock:
             live = path in self._watched
             self._watched.add(path)
-        if live:  # its watch is live; what it saw before may have been dropped
+        if live:  # the watch may have reported while the model was not subscribed
             self._on_bindings(model, self._registry.children(path))
             return
 
@@ -172,7 +172,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         for child in children:
             parts = child.split(":", 2)
             if len(parts) != 3:
-                log.error("binding %s of model %s is not sub_graph:cluster:id; it is skipped", child, model)
+                log.error("skipping binding %s of model %s: it is not sub_graph:cluster:id", child, model)
                 continue
             subs.setdefault(parts[0], []).append(Container(parts[1], parts[2]))
         with self._lock:
@@ -182,7 +182,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
     def get_service_map(self) -> dict[str, dict[str, list[ContainerServiceInfo]]]:
         """model -> sub-graph -> the containers that serve it, with the addresses they report now.
 
-        A sub-graph of which no container has reported its addresses is absent.
+        A sub-graph is omitted if no container has reported addresses for it.
         """
         with self._lock:
             bindings = {model: dict(subs) for model, subs in self._bindings.items()}
@@ -196,7 +196,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         for container in containers:
             info = self.get_service_info(container)
             if info is None:
-                log.error("container %s is bound but has reported no service info; it is skipped", container)
+                log.error("skipping container %s: it is bound but has not reported its service info", container)
             else:
                 infos.append(info)
         return infos
@@ -205,7 +205,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         try:
             data = self._registry.get(f"/{self.bzid}/container_service/{container}")
         except (KazooException, TimeoutError, OSError) as error:
-            log.warning("cannot ask for container %s (%r); its last known addresses are used", container, error)
+            log.warning("cannot look up container %s (%r); using its last known addresses", container, error)
             return self._infos.get(container)
         if not data:
             self._infos.pop(container, None)
@@ -213,7 +213,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         try:
             info = ContainerServiceInfo.deserialize(data)
         except ValueError as error:
-            log.error("container %s reported no service info but %.100r: %s", container, data, error)
+            log.error("container %s reported %.100r, which is not service info: %s", container, data, error)
             return None
         self._infos[container] = info
         return info
@@ -236,7 +236,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         self._remove(f"{layout_path_of(self.bzid, layout)}/{saved_model}")
 
     def bzid_info(self) -> dict[str, Any]:
-        """Everything under this business id, for people: models, containers and layouts."""
+        """A readable summary of this business id: models, containers and layouts."""
         models: dict[str, dict[str, Any]] = {}
         containers: dict[str, dict[str, dict[str, Any]]] = {}
         root = f"/{self.bzid}"
@@ -268,11 +268,11 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
     # --- trainer ----------------------------------------------------------------------------------------------------
 
     def subscribe_model(self, model_name: str) -> None:
-        """Follows the bindings of one model; asking for another one is an error."""
+        """Track the bindings of one model; subscribing to a second one is an error."""
         if self._model == model_name:
             return
         if self._model is not None:
-            raise ValueError(f"ZKBackend follows {self._model!r}; make another backend for {model_name!r}")
+            raise ValueError(f"ZKBackend is subscribed to {self._model!r}; create another backend for {model_name!r}")
         with self._lock:
             self._subscribed.add(model_name)
         self._watch_bindings(model_name)

@@ -1,6 +1,6 @@
-"""`KazooRegistry`: a registry in ZooKeeper, by a client with the methods of kazoo's; and the words of such a client.
+"""`KazooRegistry`: a registry in ZooKeeper, through kazoo or a client with the same methods.
 
-The words are kazoo's own where it is installed, equal ones where it is not.
+Also exports kazoo's exceptions and constants, or equivalents if it is not installed.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ except ImportError:
 
 
 class KazooRegistry:
-    """A :class:`~shoal.serving.cluster.registry.Registry` over a kazoo client or one that behaves like it."""
+    """A :class:`~shoal.serving.cluster.registry.Registry` over a kazoo client, or one with the same methods."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -107,7 +107,7 @@ class KazooRegistry:
             if not ephemeral:
                 self.client.set(path, value)
                 return
-            with contextlib.suppress(NoNodeError):  # of an earlier session, which would take the node with it
+            with contextlib.suppress(NoNodeError):  # a node of an earlier session, which would be removed with it
                 self.client.delete(path)
             self.client.create(path, value, ephemeral=True, makepath=True)
 

@@ -1,1 +1,1 @@
-"""A net and its tables as versions that a model server loads."""
+"""Exports: versions of a net and its tables that a model server can load."""

@@ -1,4 +1,4 @@
-"""Whether a net gives its own results after export, for any batch size, and whether its samples are independent."""
+"""Checks that an exported net agrees with the net for any batch size, and whether its rows are independent."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,22 +11,22 @@ from shoal.serving.server.net.exported import named_outputs
 from shoal.serving.server.servable import dtype_of
 
 BATCHES = (1, 2, 3, 7)
-_LENGTHS = {1: 3, 2: 1, 3: 5, 7: 2}  # of a feature that is not pooled, by batch
-_PARTS = (1, 2, 4)  # how the largest batch is cut
+_LENGTHS = {1: 3, 2: 1, 3: 5, 7: 2}  # batch size -> length of unpooled features
+_PARTS = (1, 2, 4)  # how the largest batch is split
 
 Net = Callable[..., Any]
 Tensors = dict[str, torch.Tensor]
 
 
 def batches_of(arguments: Tensors, shapes: Mapping[str, Any], net: Net, any_length: bool) -> dict[int, Tensors]:
-    """Inputs of each size to try a net with: random, but near the examples that it was given.
+    """Random inputs of each batch size, close to the given examples, to test a net with.
 
-    ``any_length``: whether the second dimension of inputs varies, where ``shapes`` says that it may.
+    ``any_length``: whether the second dimension of inputs varies, if ``shapes`` allows it.
     """
     tried = {}
     for rows in BATCHES:
         makers = [(length, noise) for length in ((_LENGTHS[rows], None) if any_length else (None,)) for noise in (1, 0)]
-        for length, noise in makers:  # a net may refuse a length, or values that are far from the examples
+        for length, noise in makers:  # a net may reject a length, or values far from the examples
             inputs = _inputs(arguments, shapes, rows, length, noise)
             try:
                 run(net, inputs)
@@ -53,7 +53,7 @@ def _inputs(arguments: Tensors, shapes: Mapping[str, Any], rows: int, length: in
 
 
 def run(net: Net, inputs: Tensors) -> Tensors:
-    """The outputs of a net by name; what it draws at random is the same every time."""
+    """The outputs of a net by name; its random numbers are the same in every run."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         outputs = named_outputs(net(**inputs))
@@ -64,7 +64,7 @@ def run(net: Net, inputs: Tensors) -> Tensors:
 
 
 def check_same(exported: Net, batches: Mapping[int, Tensors], expected: Mapping[int, Tensors]) -> None:
-    """Raises ConfigError where the exported program gives other results than the net did."""
+    """Raise ConfigError if the exported program's results differ from the net's."""
     for rows, inputs in batches.items():
         advice = (
             "torch.export followed one path through forward and keeps to it; make forward independent of the number of "
@@ -79,13 +79,13 @@ def check_same(exported: Net, batches: Mapping[int, Tensors], expected: Mapping[
 
 
 def is_row_wise(net: Net, inputs: Tensors) -> bool:
-    """Whether each row of every output depends on its own row of the inputs alone, so that requests can be joined."""
-    whole, begin = run(net, inputs), 0
-    if any(value.shape[:1] != (sum(_PARTS),) for value in whole.values()):
+    """Whether each row of every output depends only on its own input row, so that requests can be joined."""
+    full, begin = run(net, inputs), 0
+    if any(value.shape[:1] != (sum(_PARTS),) for value in full.values()):
         return False
     for rows in _PARTS:
         part = run(net, {alias: value[begin : begin + rows] for alias, value in inputs.items()})
-        if _difference(part, {alias: value[begin : begin + rows] for alias, value in whole.items()}, 1e-3):
+        if _difference(part, {alias: value[begin : begin + rows] for alias, value in full.items()}, 1e-3):
             return False
         begin += rows
     return True
@@ -106,7 +106,7 @@ def _difference(got: Tensors, expected: Tensors, tolerance: float) -> str:
 
 
 def output_specs(results: Iterable[Tensors]) -> dict[str, TensorSpec]:
-    """What the outputs are: sizes that differed between batches are left open, and so is a rank that did."""
+    """The specs of the outputs; a size or rank that differed between batches is left open."""
     found: dict[str, list[torch.Tensor]] = {}
     for outputs in results:
         for alias, value in outputs.items():

@@ -1,4 +1,4 @@
-"""A net compiled by AOTInductor at export, next to its program; one library per kind of device."""
+"""Nets compiled by AOTInductor at export, in addition to their programs: one library per kind of device."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from torch.export.passes import move_to_device_pass
 log = logging.getLogger(__name__)
 
 COMPILERS = ("c++", "g++", "clang++")
-_CONFIGS = {"always_keep_tensor_constants": True}  # small weights would become part of the code, not to be replaced
+_CONFIGS = {"always_keep_tensor_constants": True}  # otherwise small weights are compiled into the code
 
 
 def compiler() -> str | None:
-    """The C++ compiler that AOTInductor would use, None where there is none."""
+    """The C++ compiler that AOTInductor would use, or None."""
     return next((found for each in (os.environ.get("CXX"), *COMPILERS) if each and (found := shutil.which(each))), None)
 
 
 def compile_net(
     load: Callable[[], torch.export.ExportedProgram], folder: Path, check: Callable[[Any], None]
 ) -> dict[str, str]:
-    """Compiles a program for the CPU, and for the GPU where there is one; device -> name of the file in ``folder``.
+    """Compile a program for the CPU, and for the GPU if there is one; device -> name of the file in ``folder``.
 
-    What cannot be compiled is logged and left out: torch runs the program then.
+    A failure to compile is logged, and the device is omitted; torch then runs the program.
 
     Args:
-        load: gives the program anew.
-        check: raises where the library for the CPU gives other results than the net.
+        load: loads a fresh copy of the program.
+        check: raises if the CPU library's results differ from the net's.
     """
     if compiler() is None:
-        log.warning("the net is not compiled, since there is no C++ compiler here (%s)", ", ".join(COMPILERS))
+        log.warning("the net is not compiled because this machine has no C++ compiler (%s)", ", ".join(COMPILERS))
         return {}
     made = {}
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
@@ -46,7 +46,7 @@ def compile_net(
             if device != "cpu":
                 program = move_to_device_pass(program, device)
             with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's own
+                warnings.simplefilter("ignore")  # from torch itself
                 torch._inductor.aoti_compile_and_package(  # pyrefly: ignore
                     program, package_path=str(file), inductor_configs=_CONFIGS
                 )
@@ -54,14 +54,14 @@ def compile_net(
                 check(load_compiled(file))
         except Exception as error:  # torch raises many kinds
             file.unlink(missing_ok=True)
-            log.warning("the net is not compiled for %s, since that failed: %s", device, str(error)[:2000])
+            log.warning("could not compile the net for %s: %s", device, str(error)[:2000])
             continue
         made[device] = file.name
     return made
 
 
 def load_compiled(file: Path) -> Any:
-    """The compiled net as a call with keywords. It is machine code: load only what you trust.
+    """The compiled net, called with keyword arguments. It is machine code: load only files that you trust.
 
     Raises:
         RuntimeError: it was compiled for another machine or another torch.
@@ -70,11 +70,11 @@ def load_compiled(file: Path) -> Any:
 
 
 class CompiledNet:
-    """A compiled net, called with keywords as the others are; its weights are replaceable as a whole.
+    """A compiled net, called with keyword arguments; its weights can be replaced, all at once.
 
     Args:
-        file: what `compile_net` wrote.
-        plain: the program that it was made of, as torch runs it.
+        file: the file that `compile_net` wrote.
+        plain: the original program, run by torch.
         device: where it runs.
     """
 
@@ -87,14 +87,16 @@ class CompiledNet:
         return self._call(**inputs)
 
     def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Any:
-        """The same net with all of its weights replaced, as torch runs it if need be; this one stays as it is."""
+        """A copy of the net with all of its weights replaced, run by torch if necessary."""
         return self.replaced(weights) or self._plain.with_weights(weights)
 
     def replaced(self, weights: Mapping[str, torch.Tensor]) -> CompiledNet | None:
-        """The same library with other weights; None where some of them are part of its code."""
+        """A copy of the library with other weights; None if some weights are part of its code."""
         other = CompiledNet(self._file, self._plain, self._device)
         if fixed := weights.keys() - set(other._call.get_constant_fqns()):
-            log.info("torch runs the net from now on, since weights of the library cannot be replaced: %s", fixed)
+            log.info(
+                "torch runs the net from now on because the compiled library's weights cannot be replaced: %s", fixed
+            )
             return None
         other._call.load_constants(
             {name: value.detach().to(self._device) for name, value in weights.items()}, check_full_update=False

@@ -1,4 +1,4 @@
-"""`ModelExporter`: a net and its tables as versions that a model server loads."""
+"""`ModelExporter`: writes a net and its tables as a version that a model server can load."""
 
 import os
 import secrets
@@ -16,7 +16,7 @@ from shoal.serving.cluster.rollout import newest_everywhere
 from shoal.serving.export.manifest import SignatureSpec, TableSpec
 from shoal.serving.export.plan import EXPORT_DIR_BASE, Drafts, Writer, free_second, plan_export, write_versions
 from shoal.serving.export.retention import add_export, delete_old_exports
-from shoal.serving.export.tables import export_tables, manifest_of, named_apart, ps_writer
+from shoal.serving.export.tables import export_tables, manifest_of, ps_writer, with_unique_names
 from shoal.serving.export.trace import describe, example_inputs, export_program, input_specs, pooled_specs
 from shoal.serving.server.program import REMOTE_NET, Feature
 from shoal.serving.server.servable import Servable, TableView, as_views
@@ -26,18 +26,18 @@ from shoal.table.export_mode import ExportMode
 
 
 class ModelExporter:
-    """Exports a model: an entry with its net, and the tables, with it (standalone) or in shards next to it.
+    """Exports a model: an entry with the net, and the tables either with it (standalone) or in separate shards.
 
     Args:
         model_dir: the model's directory; exports go to ``<model_dir>/exported_models``.
         model_name: recorded in every manifest.
-        net: called with ``{alias: tensor}`` as keywords; features arrive pooled.
+        net: called with ``{alias: tensor}`` as keyword arguments; features are already pooled.
         features: the sparse inputs.
         dense: alias -> an example ``[B, ...]`` of each dense input.
         codec: how serving rows are stored; None = each table's own compressor.
-        warmup: a warm-up file that is copied next to the entry.
-        compiled: AOTInductor compiles the net, too, where there is a C++ compiler: an export then takes some ten
-            seconds longer. `shoal serve --compiled` runs what it made.
+        warmup: a warm-up file to copy next to the entry.
+        compiled: also compile the net with AOTInductor if there is a C++ compiler; an export then takes about ten
+            seconds longer. `shoal serve --compiled` runs the compiled net.
     """
 
     def __init__(
@@ -78,19 +78,23 @@ class ModelExporter:
         existing_steps: Iterable[int] | None = None,
         ranks: Ranks | None = None,
     ) -> dict[str, str]:
-        """Writes one version and returns sub-graph -> directory.
+        """Write one version and return sub-graph -> directory.
 
-        ``tables``: the tables of each shard, what ``ModelServer.serve_tables`` takes; standalone, all of them go into
-        one directory. ``with_remote_gpu``: the net goes to ``dense_0``, which the entry calls with its pooled rows.
-        ``existing_steps``: steps of the checkpoints that exist; exports of other steps are deleted. An entry is served
-        with the shards of its own version, one of a ``dense_only`` export with the newest version that all shards have.
+        Args:
+            tables: the tables of each shard, as for ``ModelServer.serve_tables``; a standalone export puts all of them
+                into one directory.
+            with_remote_gpu: put the net into ``dense_0``, which the entry calls with pooled rows.
+            existing_steps: steps of the checkpoints that exist; exports of other steps are deleted.
 
-        A distributed export is there as a whole or not at all: servers see none of its directories before the last one
-        has its name, and none of a save that was killed (`shoal.serving.export.whole`).
+        An entry uses the shards of its own version; the entry of a ``dense_only`` export, the newest version that all
+        shards have.
 
-        With ``ranks`` (`shoal.comm.default_ranks`) all ranks of a synchronous training call this together, each with
-        its own shard; where one fails, all raise and nothing appears. With ``rank`` alone each process writes its part
-        by itself: parts that a killed run left are then taken for those of this one where their step is the same.
+        A distributed export is atomic: servers ignore its directories until the last one has its final name, and ignore
+        those of an export that was killed (`shoal.serving.export.whole`).
+
+        With ``ranks`` (`shoal.comm.default_ranks`) all ranks of synchronous training call this together, each with its
+        own shard; if one fails, all raise and nothing is published. With only ``rank``, each process writes its part
+        independently, and parts left by a killed run are reused if their step is the same.
         """
         if ranks is not None:
             rank, num_ps = ranks.rank, ranks.world_size
@@ -98,7 +102,9 @@ class ModelExporter:
         count = num_ps if num_ps is not None else len(shards)
         if mode == ExportMode.STANDALONE:
             if dense_only:
-                raise ConfigError("a dense-only export needs ExportMode.DISTRIBUTED; standalone holds everything")
+                raise ConfigError(
+                    "a dense-only export must use ExportMode.DISTRIBUTED; a standalone export contains everything"
+                )
             plan = {"": os.path.join(self.base, str(timestamp if timestamp is not None else free_second(self.base)))}
         else:
             plan = plan_export(self.base, count, timestamp, global_step, rank, with_remote_gpu, dense_only)
@@ -108,7 +114,7 @@ class ModelExporter:
             plan = {name: where for name, where in plan.items() if name in wanted}
         shared = Path(shared_assets) if shared_assets is not None else None
         writers = {}
-        for name, where in sorted(plan.items(), key=lambda each: each[0] == "entry"):  # last: it asks for the others
+        for name, where in sorted(plan.items(), key=lambda each: each[0] == "entry"):  # last: the entry
             if name.startswith("ps_"):
                 shard = int(name[3:])
                 views = shards[shard] if rank is None else shards[0]
@@ -129,7 +135,7 @@ class ModelExporter:
         return plan
 
     def _save(self, names: set[str], count: int, step: int, rank: int | None, ranks: Ranks | None) -> dict[str, Any]:
-        """What the manifests of all parts of a distributed export say."""
+        """The manifest fields that all parts of a distributed export share."""
         if ranks is not None:
             names = {name for of_rank in ranks.gather(sorted(names)) for name in of_rank}
             token = ranks.from_first(secrets.token_hex(8) if ranks.first else None)
@@ -138,7 +144,7 @@ class ModelExporter:
             token = f"step-{step}"
         else:
             token = secrets.token_hex(8)
-        for name in names:  # a part is looked for where its folder is
+        for name in names:  # a part counts as missing only if its folder exists
             os.makedirs(self.base / name, exist_ok=True)
         return {"save": token, "parts": sorted(names)}
 
@@ -161,7 +167,7 @@ class ModelExporter:
         }
         if missing := sorted({each.slot for each in self._features.values()} - dims.keys()):
             raise ConfigError(
-                f"model {self.model_name!r}: no table serves the slots {missing}; tables serve {sorted(dims)}"
+                f"model {self.model_name!r}: no table has the slots {missing}; the tables have {sorted(dims)}"
             )
 
         def write(directory: Path) -> dict[str, Any]:
@@ -188,7 +194,7 @@ class ModelExporter:
             read_at = None
             if not name:
                 read_at = time.time() if shared is None else None
-                views = named_apart(shards)
+                views = with_unique_names(shards)
                 tables = export_tables(
                     directory, views, shared_assets=shared, final=Path(where), codec=self._codec,
                     skip_zero_embedding=self._skip_zero,
@@ -206,7 +212,7 @@ class ModelExporter:
 
 
 def _together(ranks: Ranks, writers: Mapping[str, Writer], save: Mapping[str, Any]) -> set[str]:
-    """`write_versions` on all ranks: nothing gets its name before all have written, and the entry comes last."""
+    """`write_versions` on all ranks: nothing is renamed before all have written, and the entry is renamed last."""
     with Drafts(writers, save) as drafts:
         ranks.together(drafts.write)
         is_entry = lambda final: Path(final).parent.name == "entry"  # noqa: E731

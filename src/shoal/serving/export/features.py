@@ -1,8 +1,8 @@
-"""The features of an export: how raw values become ids and numbers, and ids the rows that the net takes.
+"""The features of an export: how raw values become ids and numbers, and how ids become the net's input rows.
 
-They are ``features`` of the manifest: ``schema`` (`shoal.data.Schema`), ``lists`` and ``separator`` as the reader of
-the training data had them, ``pooling`` (`shoal.nn.feature_rows.Pooling` by feature), and ``words``, which names
-the files of vocabularies by feature.
+They are stored as the manifest's ``features``: ``schema`` (`shoal.data.Schema`), ``lists`` and ``separator`` as used to
+read the training data, ``pooling`` (`shoal.nn.feature_rows.Pooling` by feature), and ``words``, the vocabulary file of
+each feature.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from shoal.nn.feature_rows import Pooling
 from shoal.serving.export.manifest import SignatureSpec, TensorSpec, inside
 
 IDS = "ids"
-"""The signature that takes ids; ``serving_default`` takes raw values."""
+"""The signature for ids; ``serving_default`` is for raw values."""
 LENGTHS = "/lengths"
-"""What the name of a list has appended for the input that says how many values each row has."""
+"""Suffix of a list's name for the input that holds the number of values in each row."""
 OUTPUTS = ("logit", "probability")
 _DTYPES = {"text": "string", "vocabulary": "string", "id": "int64", "bucket": "float", "log": "float"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedFeatures:
-    """The features of a model of `shoal train`."""
+    """The features of a model trained by `shoal train`."""
 
     schema: Schema
     pooling: Mapping[str, Pooling]
     lists: bool = False
     separator: str = ""
     words: Mapping[str, str] = field(default_factory=dict)
-    """feature -> the file of its vocabulary, relative to the export's directory."""
+    """Feature -> its vocabulary file, relative to the export's directory."""
 
     def makers(self) -> dict[str, InputMaker]:
-        """What makes inputs of requests, by signature."""
+        """Signature -> the maker of the net's inputs from its requests."""
         return {
             name: InputMaker(self.schema, lists=self.lists, separator=self.separator, ready=name == IDS)
             for name in ("serving_default", IDS)
         }
 
     def to_json(self) -> dict[str, Any]:
-        """What `read` takes, with the words of vocabularies in it."""
+        """The JSON form that `read` accepts, including the vocabularies' words."""
         return {
             "schema": self.schema.to_json(), "lists": self.lists, "separator": self.separator,
             "pooling": {name: asdict(one) for name, one in self.pooling.items()}, "words": {},
         }  # fmt: skip
 
     def write(self, directory: Path) -> dict[str, Any]:
-        """Writes vocabularies into an export's directory; ``features`` of its manifest."""
+        """Write the vocabularies into an export's directory and return its manifest's ``features``."""
         made, files = self.to_json(), {}
         schema = made["schema"]
         for number, (name, given) in enumerate(schema.get("definitions", {}).items()):
@@ -69,7 +69,7 @@ class ServedFeatures:
 
     @classmethod
     def read(cls, given: Mapping[str, Any], directory: Path) -> Self:
-        """What `write` wrote; raises DataError where it cannot be read."""
+        """Read what `write` wrote; raises DataError if it cannot be read."""
         try:
             schema = {**given["schema"], "definitions": dict(given["schema"].get("definitions", {}))}
             for name, file in given["words"].items():
@@ -83,10 +83,10 @@ class ServedFeatures:
                 pooling={name: Pooling(**one) for name, one in given["pooling"].items()},
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, ConfigError) as error:
-            raise DataError(f"{directory}: the manifest's features are broken: {error!r}") from None
+            raise DataError(f"{directory}: the manifest's features are malformed: {error!r}") from None
 
     def signatures(self, outputs: Mapping[str, TensorSpec], row_wise: bool | None) -> dict[str, SignatureSpec]:
-        """What metadata says: raw inputs, and id inputs. Inputs may be left out; then all their values are missing."""
+        """The signatures in the metadata: raw inputs and id inputs. The values of an omitted input count as missing."""
         made = {}
         for name, maker in self.makers().items():
             inputs: dict[str, TensorSpec] = {}

@@ -1,4 +1,4 @@
-"""`manifest.json`: what an exported directory holds, and where its files may be."""
+"""`manifest.json`: describes the contents of an exported directory."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ FILE = MANIFEST
 
 @dataclass(slots=True)
 class TensorSpec:
-    """dtype by name (``int64``) and shape; a size of None is any. ``padding``: the id that fills short rows up."""
+    """dtype by name (``int64``) and shape; a size of None means any. ``padding``: the id that pads short rows."""
 
     dtype: str
     shape: list[int | None] | None = None
@@ -26,8 +26,7 @@ class SignatureSpec:
     inputs: dict[str, TensorSpec] = field(default_factory=dict)
     outputs: dict[str, TensorSpec] = field(default_factory=dict)
     row_wise: bool | None = None
-    """Whether requests may be joined: each row of every output depends on its own row of the inputs alone.
-    None where that was not looked at."""
+    """Whether requests may be joined: each output row depends only on its own input row. None: not checked."""
 
 
 @dataclass(slots=True)
@@ -41,7 +40,7 @@ class TableSpec:
     asset_prefix: str
     asset_dir: str
     slots: dict[str, str] = field(default_factory=dict)
-    """alias of the lookup signature -> sub-table, for a hash table the table itself."""
+    """alias of the lookup signature -> sub-table (for a hash table, the table itself)."""
     configs: list[str] = field(default_factory=list)
     """Serialised ``EmbeddingHashTableConfig`` (base64) of each sub-table: how rows are stored while serving."""
 
@@ -61,19 +60,19 @@ class Manifest:
     program: dict[str, Any] | None = None
     """The dense program: its file, its features and where their rows come from. None in embedding shards."""
     rows_read_at: float | None = None
-    """Unix time at which reading the tables' rows was begun; rows that were pushed later are newer. None: not known."""
+    """Unix time at which the export began to read the tables' rows; rows pushed later are newer. None: unknown."""
 
     stamps: dict[str, Stamp] = field(default_factory=dict)
-    """What the rows and weights contain: of each source that learns, such as ``trainer`` or ``ps_0``, the stamp."""
+    """How new the rows and weights are: the stamp of each training source, such as ``trainer`` or ``ps_0``."""
     features: dict[str, Any] | None = None
-    """How raw values become inputs: see `shoal.serving.export.features`. None: the export takes ids alone."""
+    """How raw values become inputs: see `shoal.serving.export.features`. None: inputs are ids."""
     save: str = ""
-    """What all folders of one distributed export have in common; see `shoal.serving.export.whole`."""
+    """Identifies the distributed export that all of its folders share; see `shoal.serving.export.whole`."""
     parts: list[str] = field(default_factory=list)
     """The sub-graphs of that export."""
 
     def fields(self) -> dict[str, Any]:
-        """Its part of the file, for `shoal.durable.Draft.seal`."""
+        """The manifest's fields, for `shoal.durable.Draft.seal`."""
         order = (
             "format",
             "model_name",
@@ -101,22 +100,22 @@ class Manifest:
         return {key: content[key] for key in order if content[key] or key not in optional}
 
     def write(self, directory: Path) -> None:
-        """Seals a directory whose other files are there."""
+        """Write the manifest of a directory whose other files are complete."""
         files = {name: digest for name, digest in digests_below(directory).items() if name != FILE}
         write_saved(directory / FILE, self.fields(), files)
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """Raises DataError, naming the file, for one that is missing, damaged or of another form."""
+        """Read a manifest; raises DataError, naming the file, if it is missing, damaged or not an export's."""
         file = directory / FILE
         try:
             return cls.of(read_saved(file, unsealed=True))
         except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror}") from None
+            raise DataError(f"cannot read {file}: {error.strerror}") from None
 
     @classmethod
     def of(cls, saved: Saved) -> "Manifest":
-        """The manifest of an export that was read; raises DataError for one of another form."""
+        """Parse a manifest that was read; raises DataError if it is not an export's."""
         file, content = saved.manifest, saved.fields
         try:
             if content["format"] != FORMAT:
@@ -155,12 +154,12 @@ def _specs(given: dict[str, Any]) -> dict[str, TensorSpec]:
 
 
 def inside(root: Path, path: Path) -> Path:
-    """``path`` resolved, which must be inside ``root``.
+    """Resolve ``path``, which must be inside ``root``.
 
     Raises:
-        DataError: it leads out, by ``..``, an absolute path or a symbolic link.
+        DataError: it leads outside, through ``..``, an absolute path or a symbolic link.
     """
     resolved = path.resolve()
     if not resolved.is_relative_to(root.resolve()):
-        raise DataError(f"{path} leads out of {root}; a model's files must stay inside its root")
+        raise DataError(f"{path} is outside {root}; a model's files must be inside its root")
     return resolved

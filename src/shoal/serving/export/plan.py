@@ -1,4 +1,4 @@
-"""Where an export goes, and how its directories appear at once or not at all."""
+"""Where an export is written, and how its directories are published atomically."""
 
 import os
 import time
@@ -22,11 +22,11 @@ def plan_export(
     with_remote_gpu: bool = False,
     dense_only: bool = False,
 ) -> dict[str, str]:
-    """sub-graph -> directory of what one process writes.
+    """The directory of each sub-graph that this process writes.
 
-    ``rank`` given means full synchronous training, with ``num_ps`` the number of ranks: rank r writes ``ps_r``, rank 0
-    also ``entry`` and ``dense_0``, and the version is the global step so that ranks agree. Otherwise the version is
-    ``timestamp``, by default now; where a directory of that second exists, it waits for the next one.
+    If ``rank`` is given, training is fully synchronous and ``num_ps`` is the number of ranks: rank r writes ``ps_r``,
+    rank 0 also writes ``entry`` and ``dense_0``, and the version is the global step so that ranks agree. Otherwise the
+    version is ``timestamp``, by default the current second; if that is taken, it waits for the next one.
     """
     if rank is None:
         shards = range(num_ps)
@@ -43,16 +43,13 @@ def plan_export(
     if rank is not None:
         if global_step is None:
             raise ConfigError(
-                "plan_export: global_step must be given with rank; synchronous training names versions by step"
+                "plan_export: global_step must be given with rank, because synchronous training names versions by step"
             )
         version = int(global_step)
     elif timestamp is not None:
         version = int(timestamp)
     else:
-        version = int(time.time())
-        while any(os.path.exists(os.path.join(base, name, str(version))) for name in names):
-            time.sleep(max(0.0, version + 1 - time.time()))
-            version = int(time.time())
+        version = free_second(*(Path(base, name) for name in names))
     return {name: os.path.join(base, name, str(version)) for name in names}
 
 
@@ -61,17 +58,17 @@ Writer = Callable[[Path], Mapping[str, Any]]
 
 
 def write_version(final: str | os.PathLike, write: Writer) -> bool:
-    """Lets ``write`` fill a folder, seals it with the manifest's fields that it returns, and names it ``final``.
+    """Let ``write`` fill a folder, write the manifest with the fields it returns, and rename the folder to ``final``.
 
-    False if ``final`` exists, which is kept.
+    Returns False if ``final`` already exists; it is then kept.
     """
     return bool(write_versions({os.fspath(final): write}))
 
 
 def write_versions(writers: Mapping[str, Writer], common: Mapping[str, Any] | None = None) -> set[str]:
-    """Fills and seals all folders first, then names them one after another in this order; which of them are new.
+    """Fill and seal all folders, then rename them in this order; returns the new ones.
 
-    If one cannot be written, none gets its name. Folders that exist are kept; see `Drafts`.
+    If one cannot be written, none is renamed. Folders that exist are kept; see `Drafts`.
     """
     with Drafts(writers, common or {}) as drafts:
         drafts.write()
@@ -79,11 +76,11 @@ def write_versions(writers: Mapping[str, Writer], common: Mapping[str, Any] | No
 
 
 class Drafts:
-    """Folders of one version that are written together. Those that exist are kept, unless a killed export left them.
+    """Folders of one version that are written together. Existing ones are kept unless a killed export left them.
 
     Args:
-        writers: where each folder will be -> what fills it, in the order in which they get their names.
-        common: fields that all manifests have.
+        writers: final path of each folder -> the function that fills it, in the order in which they are renamed.
+        common: fields to put into all manifests.
     """
 
     def __init__(self, writers: Mapping[str, Writer], common: Mapping[str, Any]) -> None:
@@ -91,7 +88,7 @@ class Drafts:
         self._drafts: dict[str, Draft] = {}
 
     def write(self) -> None:
-        """Fills and seals them under other names."""
+        """Fill and seal the folders under temporary names."""
         for final, write in self._writers.items():
             if is_whole(final):
                 continue
@@ -99,16 +96,16 @@ class Drafts:
             draft.seal({**write(Path(draft.path)), **self._common})
 
     def publish(self, wanted: Callable[[str], bool] = lambda final: True) -> set[str]:
-        """Names those that are wanted; which of them are new."""
+        """Rename the ``wanted`` folders to their final names; returns the new ones."""
         new = set()
         for final, draft in [each for each in self._drafts.items() if wanted(each[0])]:
-            if os.path.exists(final) and not is_whole(final):  # nobody has seen it
+            if os.path.exists(final) and not is_whole(final):  # left by a killed export; servers have ignored it
                 draft.clear_target()
             try:
                 draft.publish()
                 new.add(final)
             except FileExistsError:
-                draft.discard()  # somebody else was quicker
+                draft.discard()  # another process was faster
             del self._drafts[final]
         return new
 
@@ -120,10 +117,10 @@ class Drafts:
             draft.discard()
 
 
-def free_second(base: Path) -> int:
-    """A version that no standalone export has; where this second has one, the next."""
+def free_second(*folders: Path) -> int:
+    """A version number that none of the folders has yet: the current second; waits for the next one if it is taken."""
     version = int(time.time())
-    while (base / str(version)).exists():
+    while any((folder / str(version)).exists() for folder in folders):
         time.sleep(max(0.0, version + 1 - time.time()))
         version = int(time.time())
     return version

@@ -1,4 +1,4 @@
-"""Which exports of a sub-graph exist, and which of them are deleted."""
+"""Records the exports of a sub-graph and deletes old ones."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ STATE_FILE = "ExportSaverListenerState"
 
 
 def get_global_step(checkpoint_path: str | os.PathLike) -> int:
-    """The number after the final ``model.ckpt-`` of a checkpoint's path; anything else is an assertion error."""
+    """The number after the final ``model.ckpt-`` in a checkpoint's path; raises AssertionError for any other path."""
     found = re.fullmatch(r".*model\.ckpt-(\d+)", os.fspath(checkpoint_path), re.DOTALL)
     if found is None:
         raise AssertionError(f"{os.fspath(checkpoint_path)!r} must end in model.ckpt-<step>")
@@ -41,14 +41,14 @@ def get_export_saver_listener_state(export_dir_base: str | os.PathLike) -> Servi
 
 
 def overwrite_export_saver_listener_state(export_dir_base: str | os.PathLike, state: ServingModelState) -> None:
-    """Writes the state, whole or not at all."""
+    """Write the state atomically."""
     base = Path(export_dir_base)
     base.mkdir(parents=True, exist_ok=True)
     write_whole(base / STATE_FILE, text_format.MessageToString(state))
 
 
 def add_export(export_dir_base: str | os.PathLike, export_dir: str | os.PathLike, global_step: int) -> None:
-    """Appends an export to the state."""
+    """Append an export to the state."""
     state = get_export_saver_listener_state(export_dir_base)
     state.entries.add(export_dir=os.fspath(export_dir), global_step=global_step)
     overwrite_export_saver_listener_state(export_dir_base, state)
@@ -62,7 +62,7 @@ def delete_old_exports(
     existing_steps: Iterable[int],
     exempt_checkpoint_paths: Iterable[str | os.PathLike] = (),
 ) -> list[str]:
-    """Deletes every export whose step is neither among the checkpoints nor exempt; returns each one's ``export_dir``.
+    """Delete the exports whose step is neither a checkpoint's nor exempt; returns their ``export_dir`` values.
 
     A directory that is already gone is not an error.
     """

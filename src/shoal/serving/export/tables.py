@@ -1,4 +1,4 @@
-"""Tables in an export: their files, how a replica stores them, and the shards that hold nothing else."""
+"""Tables in an export: their files, how a replica stores them, and shards that hold only tables."""
 
 import base64
 import os
@@ -35,11 +35,11 @@ def serving_config(
     return serving
 
 
-def named_apart(shards: Sequence[Sequence[TableView]]) -> list[TableView]:
-    """The tables of all shards, for one export; of tables with the same name, shard ``i``'s is ``<name>_<i>``.
+def with_unique_names(shards: Sequence[Sequence[TableView]]) -> list[TableView]:
+    """The tables of all shards for one export; if names collide, shard ``i``'s table becomes ``<name>_<i>``.
 
     Raises:
-        ConfigError: two tables would have the same name all the same.
+        ConfigError: two tables would still have the same name.
     """
     names = [view.name for views in shards for view in views]
     views = [
@@ -62,7 +62,7 @@ def export_tables(
     codec: FloatCompressorConfig | None = None,
     skip_zero_embedding: bool = False,
 ) -> list[TableSpec]:
-    """Writes tables into ``assets/``, or points at a checkpoint's ``.assets`` directory, and describes them."""
+    """Write tables into ``assets/``, or refer to a checkpoint's ``.assets`` directory; returns their specs."""
     specs = []
     bases = file_bases(view.name for view in views)
     for view in views:
@@ -76,7 +76,7 @@ def export_tables(
             where = os.path.relpath(shared_assets.resolve(), (final or directory).resolve())
         configs = [serving_config(each, codec, skip_zero_embedding) for each in view.configs()]
         for config, rows in zip(configs, view.sub_rows(), strict=True):
-            config.initial_capacity = max(1, rows)  # a replica's index fits what is loaded into it
+            config.initial_capacity = max(1, rows)  # a replica's index is sized for the rows that it loads
         specs.append(
             TableSpec(
                 name=view.name,
@@ -103,7 +103,7 @@ def export_ps(
     codec: FloatCompressorConfig | None = None,
     skip_zero_embedding: bool = False,
 ) -> bool:
-    """Writes one embedding shard. ``tables`` is what ``ModelServer.serve_tables`` takes. False if it exists."""
+    """Write one embedding shard. ``tables``: as for ``ModelServer.serve_tables``. Returns False if it exists."""
     write = ps_writer(
         final, tables, model_name=model_name, sub_graph=sub_graph, global_step=global_step,
         shared_assets=shared_assets, codec=codec, skip_zero_embedding=skip_zero_embedding,
@@ -122,8 +122,8 @@ def ps_writer(
     codec: FloatCompressorConfig | None,
     skip_zero_embedding: bool,
 ) -> Writer:
-    """What writes an embedding shard, as `export_ps` does."""
-    views = named_apart([as_views(tables)])
+    """The function that writes an embedding shard, as `export_ps` does."""
+    views = with_unique_names([as_views(tables)])
     shared = Path(shared_assets) if shared_assets is not None else None
 
     def write(directory: Path) -> dict[str, Any]:

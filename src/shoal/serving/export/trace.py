@@ -1,4 +1,4 @@
-"""A net at export: traced for any batch size, with what goes in and what comes out."""
+"""Traces a net for any batch size and describes its inputs and outputs."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,15 +19,15 @@ from shoal.serving.server.servable import dtype_of
 
 @dataclass(frozen=True, slots=True)
 class ExportedNet:
-    """What an export learnt about a net."""
+    """The properties of a net, as determined by its export."""
 
     outputs: dict[str, TensorSpec]
     row_wise: bool
-    """Whether rows of the outputs depend on their own rows of the inputs alone."""
+    """Whether each output row depends only on its own input row."""
     lengths: dict[str, int | None]
-    """alias -> the length that a feature which is not pooled must have, None where there are other limits."""
+    """Alias -> the required length of an unpooled feature; None if its length may vary within limits."""
     compiled: dict[str, str]
-    """device -> the library that AOTInductor made, in the version's folder."""
+    """device -> the AOTInductor library in the version's folder."""
 
 
 def describe(features: Mapping[str, Feature], outputs: list[str], **more: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def describe(features: Mapping[str, Feature], outputs: list[str], **more: Any) -
 def input_specs(
     features: Mapping[str, Feature], dense: Mapping[str, torch.Tensor], lengths: Mapping[str, int | None]
 ) -> dict[str, TensorSpec]:
-    """What an entry takes: ids and dense values."""
+    """The inputs of an entry: ids and dense values."""
     specs = {
         alias: TensorSpec("int64", [None, lengths.get(alias)], feature.padding) for alias, feature in features.items()
     }
@@ -52,7 +52,7 @@ def pooled_specs(
     dims: Mapping[str, int],
     lengths: Mapping[str, int | None],
 ) -> dict[str, TensorSpec]:
-    """What the net itself takes: pooled rows and dense values."""
+    """The inputs of the net itself: pooled rows and dense values."""
     specs = {}
     for alias, feature in features.items():
         middle = [lengths.get(alias)] if feature.combiner == "none" else []
@@ -90,12 +90,12 @@ def export_program(
     *,
     compiled: bool = False,
 ) -> ExportedNet:
-    """Traces the net with ``torch.export``, saves it to ``file`` if there is one, and checks what was saved.
+    """Trace the net with ``torch.export``, save it to ``file`` if given, and check the saved program.
 
-    ``compiled``: AOTInductor compiles it, too, where there is a compiler.
+    ``compiled``: also compile it with AOTInductor if there is a compiler.
 
     Raises:
-        ConfigError: the program is not the net for every batch size; the message says for which, and why.
+        ConfigError: the program differs from the net for some batch size; the message says which, and why.
     """
     training = net.training
     buffers = {name: value.clone() for name, value in net.named_buffers()}
@@ -134,7 +134,7 @@ def _restore(net: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
 
 
 def _lengths(exported: torch.export.ExportedProgram, shapes: Mapping[str, Any]) -> dict[str, int | None]:
-    """alias -> the only length of an input whose length should vary, None where it varies within limits.
+    """alias -> the only accepted length of an input whose length should vary; None if it varies within limits.
 
     Raises:
         ConfigError: the number of rows does not vary freely.
@@ -144,7 +144,7 @@ def _lengths(exported: torch.export.ExportedProgram, shapes: Mapping[str, Any]) 
         if not sizes[0].free:
             raise ConfigError(
                 f"the net cannot be exported for any batch size: torch.export limits the rows of input {alias!r} to "
-                f"{sizes[0].limits}, since forward depends on them (len(x), a branch on x.shape[0], a reshape to "
+                f"{sizes[0].limits}, because forward depends on them (len(x), a branch on x.shape[0], a reshape to "
                 "a fixed size); make it independent of the number of rows"
             )
         if 1 in shapes[alias] and not sizes[1].free:

@@ -1,8 +1,8 @@
-"""Whether an export is there as a whole: its sub-graphs have folders of their own, which get their names one by one.
+"""Whether an export is complete: each of its sub-graphs has its own folder, and folders are renamed one by one.
 
-Each folder's manifest names the save that it is a part of, and all parts of that save. A version is there when every
-part of it is, all of one save, so that the last folder to get its name brings all of them. What a process that was
-killed left behind is never seen, and is written anew by the next export of that version.
+Each folder's manifest names the save that it belongs to and all parts of that save. A version is complete when every
+part exists and all belong to the same save, so renaming the last folder publishes all of them. Folders left by a killed
+process are ignored, and the next export of that version writes them again.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from pathlib import Path
 
 from shoal.serving.export.manifest import FILE
 
-Said = tuple[str, tuple[str, ...]]
-"""A manifest's save, and the parts of it; empty for an export that is one folder."""
+SaveParts = tuple[str, tuple[str, ...]]
+"""A manifest's save and the parts of that save; empty for an export that is one folder."""
 
 
 def is_whole(folder: str | os.PathLike[str]) -> bool:
-    """Whether a version ``<base>/<sub-graph>/<version>`` is there, and all other parts of its save with it.
+    """Whether a version ``<base>/<sub-graph>/<version>`` and all other parts of its save exist.
 
-    A sub-graph that has no folder next to this one at all is served elsewhere and not looked for.
+    A part whose sub-graph has no folder in ``<base>`` is served elsewhere and is not required.
     """
     folder = Path(folder)
-    mine = _said(folder)
+    mine = _save_parts(folder)
     if mine is None:
         return False
     save, parts = mine
     base, version = folder.parent.parent, folder.name
     return all(
         theirs is not None and theirs[0] == save
-        for theirs in (_said(base / part / version) for part in parts if (base / part).is_dir())
+        for theirs in (_save_parts(base / part / version) for part in parts if (base / part).is_dir())
     )
 
 
 def whole_versions(folder: str | os.PathLike[str]) -> list[int]:
-    """The versions of a sub-graph, or of a model in one folder, that are there as a whole; rising."""
+    """The complete versions of a sub-graph, or of a model in one folder, in ascending order."""
     path = Path(folder)
     found = path.iterdir() if path.is_dir() else ()
     return sorted(int(each.name) for each in found if each.name.isdecimal() and is_whole(each))
 
 
-def _said(folder: Path) -> Said | None:
-    """What the manifest of a folder says; None where there is none."""
+def _save_parts(folder: Path) -> SaveParts | None:
+    """The manifest's save and parts; None if there is no manifest."""
     file = folder / FILE
     try:
         found = file.stat()
@@ -53,9 +53,9 @@ def _said(folder: Path) -> Said | None:
 
 
 @functools.lru_cache(1024)
-def _read(file: str, inode: int, changed_ns: int) -> Said:
+def _read(file: str, inode: int, changed_ns: int) -> SaveParts:
     try:
         content = json.loads(Path(file).read_bytes())
         return str(content.get("save", "")), tuple(map(str, content.get("parts", ())))
     except (OSError, ValueError, AttributeError, TypeError):
-        return "", ()  # a broken manifest is told by whoever loads it
+        return "", ()  # loading the broken manifest reports the error

@@ -1,4 +1,4 @@
-"""Overload: how many requests of a model may wait, and whether the server can take more."""
+"""Admission control: who may call and how often, how many requests may wait, and whether the server is overloaded."""
 
 import threading
 import time
@@ -6,37 +6,38 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from shoal import _core
 from shoal.errors import ConfigError
 from shoal.metrics import emit_counter
+from shoal.serving.security import ServerSecurity, caller
 from shoal.serving.status import Code, StatusError
 
 MAX_WAITING = 1024
 BUSY_SECS = 2.0
-"""How long requests must have been refused, again and again, until the server says that it is not ready."""
+"""How long requests must be refused before the server reports that it is not ready."""
 REST_SECS = 3.0
-"""How long none must have been refused until it is ready again."""
+"""How long no request may be refused before the server is ready again."""
 
 
 class Overloaded(StatusError):
-    """RESOURCE_EXHAUSTED since too many requests wait; over REST it is 429."""
+    """RESOURCE_EXHAUSTED because too many requests are waiting; 429 over REST."""
 
     def __new__(cls, code: int, message: str = "") -> "Overloaded":
         return Exception.__new__(cls, code, message)
 
 
 class Admission:
-    """Counts requests of each model, and refuses those that are too many. For any thread.
+    """Counts the requests of each model and refuses those over the limit. Thread-safe.
 
     Args:
-        max_waiting: requests of one model that may wait or run.
-        limits: model -> the same for that model.
-        front: the native front end, whose refusals count too; it has the same limits for what waits there.
+        max_waiting: maximum requests per model that wait or run.
+        limits: model -> its own ``max_waiting``.
     """
 
     def __init__(self, max_waiting: int = MAX_WAITING, limits: Mapping[str, int] | None = None) -> None:
         for name, limit in {"max_waiting": max_waiting, **(limits or {})}.items():
             if limit < 1:
-                raise ConfigError(f"the limit of waiting requests, {name}, must be at least 1, got {limit}")
+                raise ConfigError(f"the limit on waiting requests, {name}, must be at least 1, got {limit}")
         self.max_waiting, self.limits = max_waiting, dict(limits or {})
         self._lock = threading.Lock()
         self._inside: dict[str, int] = {}
@@ -47,18 +48,18 @@ class Admission:
         self._overloaded = False
 
     def watch(self, front: Any) -> None:
-        """Gives a native front end the limits of models, and counts what it refuses."""
+        """Give the native front end the models' limits for its own queue, and count its refusals."""
         self._front = front
         for model, limit in self.limits.items():
             front.set_limit(model, limit)
 
     @property
     def refused(self) -> int:
-        """Requests that were refused because too many waited, or because they would have come too late."""
+        """The number of requests refused because too many waited or because their answer would have been late."""
         return self._refused + (self._front.refused if self._front is not None else 0)
 
     def enter(self, model: str) -> None:
-        """Raises Overloaded where a model has too many requests; else :meth:`leave` must follow."""
+        """Admit a request, for which :meth:`leave` must follow; raises Overloaded if the model has too many."""
         limit = self.limits.get(model, self.max_waiting)
         with self._lock:
             inside = self._inside.get(model, 0)
@@ -69,7 +70,8 @@ class Admission:
         emit_counter("shoal_serving_refused", 1, f"model_name={model}")
         raise Overloaded(
             Code.RESOURCE_EXHAUSTED,
-            f"model {model!r} has {inside} requests, at most {limit} may wait or run; try again later or elsewhere",
+            f"model {model!r} has {inside} requests waiting or running, the limit is {limit}; try again later or "
+            "on another replica",
         )
 
     def leave(self, model: str) -> None:
@@ -81,7 +83,7 @@ class Admission:
                 del self._inside[model]
 
     def overloaded(self) -> bool:
-        """Whether requests have been refused for some time; call it now and then, at least once a second."""
+        """Whether requests have been refused for some time. Call it at least once a second."""
         now, refused = time.monotonic(), self.refused
         with self._lock:
             if refused != self._counted:
@@ -93,3 +95,49 @@ class Admission:
             elif now - self._seen[0] >= BUSY_SECS:
                 self._overloaded = True
             return self._overloaded
+
+
+class Callers:
+    """Identifies callers and limits how often each of them calls.
+
+    Args:
+        security: the credentials that callers must present.
+        rate_limit: requests per second of each caller; 0: no limit.
+        rate_limits: caller -> its own ``rate_limit``.
+        counted: whether the front end counts requests before they arrive here.
+    """
+
+    def __init__(
+        self, security: ServerSecurity, rate_limit: float, rate_limits: Mapping[str, float] | None, counted: bool
+    ) -> None:
+        limits = rate_limits or {}
+        for name, limit in {"rate_limit": rate_limit, **limits}.items():
+            if limit < 0:
+                raise ConfigError(f"the limit of requests per second, {name}, must be at least 0, got {limit:g}")
+        self._security, self._counted = security, counted
+        self._authenticates = security.authenticates
+        rates = _core.Rates(rate_limit)
+        for name, limit in limits.items():
+            rates.set(name, limit)
+        self.rates = rates if rate_limit or limits else None
+        """The counter of requests; None without limits."""
+
+    def identify(self, context: Any) -> str:
+        """The caller's name, "" without authentication; raises UNAUTHENTICATED or Overloaded."""
+        identity = caller(context, self._security) if self._authenticates else ""
+        if not self._counted:
+            self.admit(identity, context.peer())
+        if identity is None:
+            emit_counter("shoal_serving_unauthenticated", 1)
+            raise StatusError(
+                Code.UNAUTHENTICATED, "the token or certificate is missing or unknown; send authorization: Bearer …"
+            )
+        return identity
+
+    def admit(self, identity: str | None, peer: str) -> None:
+        """Count a request; raises Overloaded if the caller is over its rate limit."""
+        if self.rates is not None and not self.rates.admit(identity or peer.rpartition(":")[0]):
+            raise Overloaded(
+                Code.RESOURCE_EXHAUSTED,
+                f"{identity or 'this caller'} makes more requests per second than it may; try again later",
+            )

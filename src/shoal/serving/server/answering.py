@@ -1,166 +1,116 @@
-"""One Predict request from its model spec to its answer: found, checked, batched or run, timed."""
+"""Handles a Predict request: reads it, finds its model, checks it, batches or runs it, and times it."""
 
+import contextlib
 import contextvars
 import logging
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from shoal.errors import DataError, ShoalError
-from shoal.metrics import SIZES, Histogram, emit_counter, emit_timer
 from shoal.observe import audit
-from shoal.observe.recent import RecentErrors
+from shoal.proto.serving.tf_serving_pb2 import ModelSpec
+from shoal.serving.client.remote import ONE_VERSION, ROWS_PUSHED, set_request_deadline
 from shoal.serving.loop import ServingLoop
-from shoal.serving.predict import Asked
+from shoal.serving.predict import Asked, PredictCall, decode_request, encode_response
 from shoal.serving.security import ServerSecurity
-from shoal.serving.server.admission import Admission
+from shoal.serving.server.admission import Admission, Callers
 from shoal.serving.server.batching import Batcher, Pace
 from shoal.serving.server.models import ServedModels, find_signature
+from shoal.serving.server.noting import Noting, Request
 from shoal.serving.server.servable import Tensors
-from shoal.serving.status import Code, StatusError, invalid_argument
-from shoal.serving.tensors import MAX_TENSOR_BYTES
-
-Counted = Sequence[tuple[float, int]]
-"""Values, and how many times each."""
-
-
-class Traffic:
-    """How many requests of each kind came lately, and how they went."""
-
-    window = 10.0
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._recent: deque[tuple[float, str, float, int, int]] = deque(maxlen=200_000)
-        self._total = 0
-        self.failed = 0
-        self.batch_requests, self.batch_rows = Histogram(SIZES), Histogram(SIZES)
-        """Sizes of the batches that ran, a request that ran alone among them."""
-        self.errors = RecentErrors()
-        self._watched: list[Callable[[], None]] = []
-
-    def watch(self, collect: Callable[[], None]) -> None:
-        """Has somebody who counts by itself add its counts when they are needed, by calling `collect`."""
-        self._watched.append(collect)
-
-    def collect(self) -> None:
-        """Adds what others have counted."""
-        for each in self._watched:
-            each()
-
-    @property
-    def total(self) -> int:
-        """Requests so far."""
-        self.collect()
-        return self._total
-
-    def add_batch(self, requests: int, rows: int) -> None:
-        """Requests that ran together."""
-        self.batch_requests.add(requests)
-        self.batch_rows.add(rows)
-
-    def add_batches(self, requests: Counted, rows: Counted) -> None:
-        """Batches by their number of requests, and by their number of rows."""
-        for histogram, sizes in ((self.batch_requests, requests), (self.batch_rows, rows)):
-            for size, times in sizes:
-                histogram.add(size, times)
-
-    def add(self, model: str, signature: str, code: int, seconds: float, why: str = "") -> None:
-        now = time.monotonic()
-        if code:
-            self.errors.note(why, where=f"{model} {signature}".strip() or "request", level="warning")
-        with self._lock:
-            self._total += 1
-            self.failed += bool(code)
-            self._recent.append((now, f"{model} {signature}", seconds, code, 1))
-        tags = f"model_name={model}|signature_name={signature}"
-        emit_timer("shoal_serving_latency_seconds", seconds, tags)
-        if code:
-            emit_counter("shoal_serving_errors", 1, f"{tags}|code={int(code)}")
-
-    def add_many(self, model: str, signature: str, seconds: Sequence[float]) -> None:
-        """Requests that were answered together."""
-        now, key = time.monotonic(), f"{model} {signature}"
-        with self._lock:
-            self._total += len(seconds)
-            self._recent.extend((now, key, each, 0, 1) for each in seconds)
-        tags = f"model_name={model}|signature_name={signature}"
-        for each in seconds:
-            emit_timer("shoal_serving_latency_seconds", each, tags)
-
-    def add_counted(self, model: str, signature: str, times: Counted) -> None:
-        """Requests that were answered, by (seconds, how many)."""
-        now, key = time.monotonic(), f"{model} {signature}"
-        with self._lock:
-            self._total += sum(count for _, count in times)
-            self._recent.extend((now, key, seconds, 0, count) for seconds, count in times)
-        for seconds, count in times:
-            emit_timer(
-                "shoal_serving_latency_seconds", seconds, f"model_name={model}|signature_name={signature}", count
-            )
-
-    def recent(self) -> dict[str, dict[str, float]]:
-        """``"model signature"`` -> qps, p50_ms, p99_ms, errors over the last seconds."""
-        self.collect()
-        horizon = time.monotonic() - self.window
-        with self._lock:
-            recent = [each for each in self._recent if each[0] >= horizon]
-        groups: dict[str, list[tuple[float, int, int]]] = {}
-        for _, key, seconds, code, count in recent:
-            groups.setdefault(key, []).append((seconds, code, count))
-        result = {}
-        for key, each in groups.items():
-            times, codes, counts = (np.array(column) for column in zip(*sorted(each), strict=True))
-            before = counts.cumsum()
-            median, slow = (times[np.searchsorted(before, share * before[-1])] for share in (0.5, 0.99))
-            result[key] = {
-                "qps": float(before[-1]) / self.window,
-                "p50_ms": float(median) * 1e3,
-                "p99_ms": float(slow) * 1e3,
-                "errors": int(counts[codes != 0].sum()),
-            }
-        return result
-
+from shoal.serving.server.traffic import Traffic
+from shoal.serving.status import Code, StatusError, abort, invalid_argument
+from shoal.serving.sync.push import COMMIT, HELLO, INSTANCE, WEIGHTS, PushInfo, push_info
 
 log = logging.getLogger(__name__)
 
 PUSHES = ("assign", "shoal/commit")
-"""How the signatures that change rows end."""
+"""Suffixes of the signatures that change rows."""
+PUBLISHING = frozenset((HELLO, WEIGHTS, COMMIT))
 INLINE_BYTES = 1 << 16  # a larger request is not read on the event loop
 
 
 class Answerer:
-    """Answers requests on the event loop's thread; what takes long runs on the pool.
+    """Answers requests on the event loop's thread; slow work runs on the pool.
 
     Args:
-        models: what there is.
+        models: the models to answer from.
         security: who may push.
-        max_batch_rows: rows that micro-batching joins at most; 1 turns it off.
-        max_request_bytes: what the tensors of one request may take.
-        admission: how many requests of a model may be here.
+        callers: who may call, and how often.
+        max_batch_rows: maximum rows that micro-batching joins; 1 disables it.
+        max_request_bytes: maximum size of one request's decoded tensors.
+        admission: limits the requests per model.
+        noting: records individual requests.
+        answered: called with each request that was answered and is not a push.
     """
 
     def __init__(
         self,
         models: ServedModels,
         security: ServerSecurity,
+        callers: Callers,
         max_batch_rows: int,
         pool: Executor,
         loop: ServingLoop,
         traffic: Traffic,
-        max_request_bytes: int = MAX_TENSOR_BYTES,
-        admission: Admission | None = None,
+        max_request_bytes: int,
+        admission: Admission,
+        noting: Noting,
+        answered: Callable[[PredictCall], None],
     ) -> None:
-        self._models, self._security, self._max_batch_rows = models, security, max_batch_rows
+        self._models, self._security, self._callers = models, security, callers
+        self._max_batch_rows, self._max_request_bytes = max_batch_rows, max_request_bytes
         self._pool, self._loop, self._traffic = pool, loop, traffic
-        self._max_request_bytes = max_request_bytes
-        self._admission = admission or Admission()
+        self._admission, self._noting, self._answered = admission, noting, answered
+        self._instance = uuid.uuid4().hex
+
+    async def predict(self, data: bytes, context: Any) -> bytes:
+        """The gRPC method: a serialised PredictRequest in, a PredictResponse out."""
+        metadata = context.invocation_metadata() or ()
+        with self._noting.request("Predict", metadata, context.peer(), getattr(context, "sampled", None)) as seen:
+            seen.bytes = len(data)
+            return await self._predict(data, context, seen)
+
+    async def _predict(self, data: bytes, context: Any, seen: Request) -> bytes:
+        spec = ModelSpec()
+        try:
+            identity = seen.identity = self._callers.identify(context)
+            call = decode_request(data)
+            spec = call.spec
+            seen.model, seen.signature = spec.name, spec.signature_name or "serving_default"
+            pushing = spec.signature_name.endswith("assign") or spec.signature_name in PUBLISHING
+            if pushing:
+                context.set_trailing_metadata(((INSTANCE, self._instance),))
+
+            def enter() -> contextvars.Context:
+                left = context.time_remaining()
+                inside = contextvars.copy_context()
+                inside.run(set_request_deadline, left if left is not None and left < 1e6 else None)
+                if pushing:
+                    info = PushInfo.of(context.invocation_metadata() or ())
+                    inside.run(push_info.set, replace(info, model=spec.name, identity=identity, peer=context.peer()))
+                return inside
+
+            read = partial(call.tensors, max_bytes=self._max_request_bytes)
+            asked = Asked(spec, read, call.output_filter, identity, encode_response, call)
+            asked.one_version = wants_one_version(spec, context)
+            answer = await self.answer(asked, enter)
+            if not pushing:
+                self._answered(call)
+            return answer
+        except DataError as error:
+            wrong = invalid_argument(f"the request is not a PredictRequest: {error}")
+            seen.failed(wrong.code, wrong.message)
+            return await abort(context, wrong)
+        except StatusError as error:
+            seen.failed(error.code, error.message)
+            tell_of_pushes(self._models, error, spec, context)
+            return await abort(context, error)
 
     async def answer(self, asked: Asked, enter: Callable[[], contextvars.Context]) -> Any:
         """``asked.finish(the model spec as it was resolved, serialised; outputs)``; ``enter`` gives the context of
@@ -169,11 +119,7 @@ class Answerer:
         name = spec.signature_name or "serving_default"
         begin = time.perf_counter()
         admitted = ""
-        code, why, label = (
-            0,
-            "",
-            ("", ""),
-        )  # names that do not exist are not kept: callers could make any number of them
+        code, why, label = 0, "", ("", "")  # unknown names are not kept: callers could send any number of them
         try:
             with self._models.use(spec, asked.one_version) as version:
                 where = f"model {spec.name!r} version {version.number}"
@@ -208,7 +154,7 @@ class Answerer:
                             self._traffic.add_batch,
                         )  # fmt: skip
                         version.batchers[name] = batcher
-                    call = asked.call  # joined natively, its tensors take at most eight times its bytes
+                    call = asked.call  # when joined natively, its tensors take at most eight times its bytes
                     if call is not None and 8 * len(call.data) > self._max_request_bytes:
                         call = None
                     return await batcher.submit(prepare, complete, call, resolved)
@@ -238,3 +184,16 @@ class Answerer:
             if admitted:
                 self._admission.leave(admitted)
             self._traffic.add(*label, code, time.perf_counter() - begin, why)
+
+
+def wants_one_version(spec: ModelSpec, context: Any) -> bool:
+    """Whether a call is part of a prediction whose parts must all come from the version that it names."""
+    return spec.HasField("version") and any(key == ONE_VERSION for key, _ in context.invocation_metadata())
+
+
+def tell_of_pushes(models: ServedModels, error: StatusError, spec: ModelSpec, context: Any) -> None:
+    """Tell an entry that asked for a missing version if it can do without that version because rows are pushed."""
+    if error.code == Code.NOT_FOUND and wants_one_version(spec, context):
+        with contextlib.suppress(StatusError):
+            if models.model(spec.name).rows_are_pushed(models.polls):
+                context.set_trailing_metadata(((ROWS_PUSHED, "1"),))

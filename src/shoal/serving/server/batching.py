@@ -1,11 +1,10 @@
-"""Adaptive micro-batching: requests that come close together are read, run and answered as one.
+"""Adaptive micro-batching: requests that arrive close together are read, run and answered as one.
 
-All of it happens on the event loop's thread, which is why it is fast: nothing is handed from thread to thread, and
-nobody else wants the interpreter. Only a model whose batches take long runs on a thread of the pool; what arrives
-meanwhile is its next batch.
+Batches run on the event loop's thread, so nothing is passed between threads or competes for the interpreter. Only a
+model whose batches take long runs on a pool thread; requests that arrive meanwhile form its next batch.
 
-A lone request does not wait for company. When requests come fast, the first of a batch waits a millisecond, but only
-as long as that gathers others.
+A single request does not wait for others. When requests arrive fast, the first of a batch waits a millisecond, but only
+if recent waits have gathered others.
 """
 
 import asyncio
@@ -28,13 +27,13 @@ log = logging.getLogger(__name__)
 Tensors = dict[str, Any]
 
 MAX_GROUP = 256
-WINDOW = 0.00095  # seconds that the first of a batch waits at most; just under a tick of the loop's clock
-PROBE = 200  # a batch in so many waits although waiting did not pay lately
-SHORT = 0.002  # seconds of work that may hold up the loop
+WINDOW = 0.00095  # longest wait of a batch's first request, in seconds; just under a tick of the loop's clock
+PROBE = 200  # one batch in this many waits even if waiting gathered nothing lately
+SHORT = 0.002  # seconds of work that may block the loop
 
 
 class Pace:
-    """How long calls of one kind take, and so whether they may run on the event loop itself."""
+    """Measures how long calls of one kind take, to decide whether they may run on the event loop."""
 
     def __init__(self, may_inline: bool = True) -> None:
         self._may_inline = may_inline
@@ -45,7 +44,7 @@ class Pace:
         return self._may_inline and self._seconds is not None and self._seconds < SHORT
 
     def timed(self, work: Callable[[], Any]) -> Any:
-        begin = time.thread_time()  # the time of this thread: waiting for a processor says nothing about the work
+        begin = time.thread_time()  # this thread's CPU time: waiting for a processor is not part of the work
         try:
             return work()
         finally:
@@ -74,18 +73,18 @@ class _Waiting:
 
 
 class Batcher:
-    """Runs ``call`` on joined requests; their first dimension is the rows that are joined and cut apart again.
+    """Runs ``call`` on joined requests: rows are concatenated along the first dimension and split again afterwards.
 
     Args:
-        call: takes and gives ``{alias: tensor}``.
-        join: what ``call`` takes of several requests, and the rows of each: -1 for one that is not part of it and is
-            read alone. None, or any error: all are.
+        call: takes and returns ``{alias: tensor}``.
+        join: returns the joined inputs for ``call`` and the number of rows of each request; -1 for a request that is
+            not included and is read separately. If it returns None or raises, all are read separately.
         max_rows: a batch has at most this many rows, unless one request alone has more.
-        pool: runs batches that take long; None = they run on the loop, too.
-        outputs: alias -> what it is, as far as that is known.
-        ran: is told of each batch how many requests and rows it had.
+        pool: runs batches that take long; None = they run on the loop.
+        outputs: alias -> its spec, if known.
+        ran: called after each batch with its number of requests and rows.
 
-    Whatever a joined run gives that is not one row per row of its inputs is thrown away: its requests run one by one,
+    If a joined run does not return one output row per input row, its result is discarded; its requests run one by one,
     and so do all later ones.
     """
 
@@ -105,10 +104,10 @@ class Batcher:
         self._pool = pool
         self._pace = Pace()
         self._queue: list[_Waiting] = []
-        self._due = False  # a batch is running or about to
-        self._gap = 1.0  # seconds between requests, lately
+        self._due = False  # a batch is running or scheduled
+        self._gap = 1.0  # recent seconds between requests
         self._arrived = 0.0
-        self._company = 1.0  # requests that a batch which waited had, lately
+        self._mean_waited = 1.0  # recent number of requests in a batch that waited
         self._since_probe = 0
         self.batches = 0
         self.requests = 0
@@ -125,10 +124,10 @@ class Batcher:
         call: PredictCall | None = None,
         resolved: bytes = b"",
     ) -> Any:
-        """``finish(outputs of prepare())``, run with other requests or alone.
+        """Return ``finish(outputs of prepare())``, run together with other requests or alone.
 
-        A request that came as bytes also gives its ``call``: those that ask alike are read and answered natively,
-        without prepare and finish, under the model spec ``resolved``.
+        A request that came as bytes also passes its ``call``: requests of the same form are read and answered natively,
+        without prepare and finish, with the model spec ``resolved``.
         """
         loop = asyncio.get_running_loop()
         mine = _Waiting(prepare, finish, call, resolved)
@@ -146,7 +145,7 @@ class Batcher:
         waits = False
         if self._gap < 2 * WINDOW and len(self._queue) < MAX_GROUP:
             self._since_probe += 1
-            waits = self._company > 1.2 or self._since_probe >= PROBE
+            waits = self._mean_waited > 1.2 or self._since_probe >= PROBE
         if waits:
             self._since_probe = 0
             loop.call_later(WINDOW, self._begin, loop, True)
@@ -157,7 +156,7 @@ class Batcher:
         group = self._queue[:MAX_GROUP]
         del self._queue[:MAX_GROUP]
         if waited:
-            self._company += 0.5 * (len(group) - self._company)
+            self._mean_waited += 0.5 * (len(group) - self._mean_waited)
         work = partial(self._pace.timed, partial(self.run, group))
         if self._pool is None or self._pace.short:
             try:
@@ -179,13 +178,13 @@ class Batcher:
     def _end(
         self, loop: asyncio.AbstractEventLoop, group: list[_Waiting], escaped: BaseException | None = None
     ) -> None:
-        """Answers the group; what escaped its run fails all of it, and the next batch runs."""
+        """Answer the requests of a group, all with an error if its run raised, and start the next batch."""
         self._due = False
         if escaped is not None:
             log.error("a batch of %d requests failed", len(group), exc_info=escaped)
         for each in group:
             future = each.future
-            if future is None or future.done():  # its caller has gone
+            if future is None or future.done():  # the caller has given up
                 continue
             if escaped is not None:
                 future.set_exception(StatusError(Code.INTERNAL, f"the batch failed: {escaped!r}"))
@@ -199,18 +198,18 @@ class Batcher:
     # --- a batch ----------------------------------------------------------------------------------------------------
 
     def run(self, group: list[_Waiting]) -> None:
-        """Gives each of the group its result or its error."""
+        """Give each request in the group its result or its error."""
         self.requests += len(group)
-        read_alone: list[_Waiting] = []
-        for alike in _asking_alike(group):
-            read_alone += self._run_joined(alike)
-        for each in read_alone:
+        separate: list[_Waiting] = []
+        for alike in _same_form(group):
+            separate += self._run_joined(alike)
+        for each in separate:
             self._prepare(each)
-        for batch in self._batches([each for each in read_alone if each.error is None]):
+        for batch in self._batches([each for each in separate if each.error is None]):
             self._run_tensors(batch)
 
     def _run_joined(self, group: list[_Waiting]) -> list[_Waiting]:
-        """The way of requests that came as bytes and ask alike; gives back those that are to be read one by one."""
+        """Run requests of the same form that came as bytes; returns those that must be read one by one."""
         if len(group) > 1 and not self._joins:
             return group
         calls = [each.call for each in group if each.call is not None]
@@ -230,7 +229,7 @@ class Batcher:
             rows = [own for own in rows if own >= 0]
         at = begin = 0
         while at < len(group):
-            if not self._joins:  # what ran before showed that these must not be joined
+            if not self._joins:  # an earlier run showed that these must not be joined
                 self._alone(group[at:])
                 return left
             end, count = at + 1, rows[at]
@@ -273,7 +272,7 @@ class Batcher:
             each.error = error
 
     def _batches(self, ready: list[_Waiting]) -> list[list[_Waiting]]:
-        """Requests that can be joined, in order, within the limit of rows."""
+        """Groups of requests that can be joined, in order, within the row limit."""
         batches: list[list[_Waiting]] = []
         rows = 0
         for each in ready:
@@ -307,7 +306,7 @@ class Batcher:
         self._cut(batch, outputs, [each.rows for each in batch])
 
     def _failed(self, batch: list[_Waiting], error: Exception) -> None:
-        """What a model cannot run is that request's fault, not its neighbours': each is tried alone."""
+        """Handle a failed batch: run each request alone, so that only the invalid ones fail."""
         if len(batch) == 1:
             batch[0].error = error
         else:
@@ -320,10 +319,10 @@ class Batcher:
                 self._run_tensors([each])
 
     def _row_wise(self, outputs: Tensors, rows: int) -> bool:
-        """Whether each output of a joined run can be cut by requests; once one is not, nothing is joined any more."""
-        joins, sure = rows_match(outputs, self._outputs, rows)
+        """Whether each output of a joined run can be split by request; if not, nothing is joined from then on."""
+        joins, certain = rows_match(outputs, self._outputs, rows)
         self._joins &= joins
-        return joins and sure
+        return joins and certain
 
     def _cut(self, batch: list[_Waiting], outputs: Tensors, rows: list[int]) -> None:
         begin = 0
@@ -342,30 +341,30 @@ def cut_rows(tensors: Tensors, begin: int, count: int) -> Tensors:
 
 
 def rows_match(outputs: Tensors, specs: Mapping[str, TensorSpec], rows: int) -> tuple[bool, bool]:
-    """(whether each output of a joined run has one row per row of its inputs, whether that is sure)."""
-    sure = True
+    """(whether each output of a joined run has one row per input row, whether that is certain)."""
+    certain = True
     for alias, value in outputs.items():
         shape, spec = tuple(value.shape), specs.get(alias)
         tail = spec.shape[1:] if spec is not None and spec.shape is not None else [None] * len(shape[1:])
         known = len(shape) == 1 + len(tail) and shape[0] == rows
         if not known or any(want not in (None, have) for want, have in zip(tail, shape[1:], strict=True)):
             log.warning(
-                "output %r has shape %s for %d joined rows, which is not one row per row of the inputs; "
-                "requests of this signature run one by one from now on",
+                "output %r has shape %s for %d joined rows, not one row per input row; "
+                "from now on, requests of this signature run one at a time",
                 alias, list(shape), rows,
             )  # fmt: skip
             return False, False
-        # A size that the signature leaves open may be that of a row, or may follow the rows that were joined.
-        sure &= not any(want is None and have == rows for want, have in zip(tail, shape[1:], strict=True))
-    return True, sure
+        # A size that the signature leaves open may belong to a row or depend on the number of joined rows.
+        certain &= not any(want is None and have == rows for want, have in zip(tail, shape[1:], strict=True))
+    return True, certain
 
 
 def _error_of(done: asyncio.Future[Any]) -> BaseException | None:
     return asyncio.CancelledError() if done.cancelled() else done.exception()
 
 
-def _asking_alike(group: list[_Waiting]) -> Collection[list[_Waiting]]:
-    """The requests by what they ask for; those that did not come as bytes are one list."""
+def _same_form(group: list[_Waiting]) -> Collection[list[_Waiting]]:
+    """Group requests of the same form; those that did not come as bytes are one list."""
     alike: dict[Any, list[_Waiting]] = {}
     for each in group:
         key = None if each.call is None else (each.resolved, *each.call.output_filter)
@@ -374,7 +373,7 @@ def _asking_alike(group: list[_Waiting]) -> Collection[list[_Waiting]]:
 
 
 class Joinable:
-    """Inputs that are not tensors, but can be joined and cut by rows as tensors can."""
+    """Inputs that are not tensors but can be joined and split by rows."""
 
     dtype: torch.dtype
 

@@ -1,8 +1,8 @@
-"""A version switch: which of the rows that were pushed to a version its successor gets.
+"""Version switches: decides which rows pushed to a version its successor gets.
 
-Both have a time: that by which a pushed row had been read from the trainer, and that at which an export began to read.
-A row that was pushed before is in the export, as it was then or newer, and is left alone; one that was pushed after is
-copied. So a replica that switches answers like one that starts with the export and is pushed what came after.
+The decision compares two times: when a pushed row was read from the trainer, and when the export began to read. A row
+read before that is in the export with the same or a newer value and is not copied; a row read later is copied. So a
+replica that switches gives the same answers as one that starts from the export and receives the later pushes.
 """
 
 import logging
@@ -18,17 +18,17 @@ log = logging.getLogger(__name__)
 CHUNK_ROWS = 65536
 
 CARRIED = "carried"
-"""Pushed after the export of the successor was begun: copied."""
+"""Pushed after the successor's export began: copied."""
 SUPERSEDED = "superseded"
-"""Pushed before: the export has a value that is as new or newer."""
+"""Pushed before: the export has the same or a newer value."""
 UNDECIDED = "undecided"
-"""The export does not say when it was begun: copied, as pushed rows usually are newer."""
+"""The export does not record when it began: copied, because pushed rows are usually newer."""
 DROPPED = "dropped"
 """Pushed after, but the successor has no such table, or one of another dim."""
 
 
 def hand_over(old: Servable, new: Servable) -> None:
-    """From now on ``new`` gets what is pushed to ``old``, too; rows pushed before are copied where they are newer.
+    """Forward pushes for ``old`` to ``new`` from now on, and copy earlier pushed rows if they are newer.
 
     Rows are counted in ``serving_handed_over_rows`` by table and fate: carried, superseded, undecided or dropped.
     """
@@ -42,7 +42,7 @@ def hand_over(old: Servable, new: Servable) -> None:
             _hand_over_weights(old, new)
     except BaseException:
         with old.push_lock:
-            old.successor = None  # it will not take over; pushes to it must not hold up those to the old one
+            old.successor = None  # it will not take over; pushes to it must not delay those to the old one
         raise
 
 
@@ -61,14 +61,14 @@ def _hand_over_rows(old: Servable, new: Servable, view: TableView, number: int, 
         return
     into.push_logs[where].extend(newer)
     for begin in range(0, len(ids), CHUNK_ROWS):
-        with old.push_lock:  # a push may have changed rows since the log was read: they are copied as they are now
+        with old.push_lock:  # a push may have changed rows since the log was read: copy their current values
             into.copy_sub(where, ids[begin : begin + CHUNK_ROWS], view, number)
     if unknown:
         log.warning("table %s: the next version does not say when its rows were read, so %d pushed rows are kept "
                     "although it may have newer ones; export it again with this version of shoal",
                     sub_table, unknown)  # fmt: skip
     elif len(ids) or superseded:
-        log.info("table %s: %d rows that were pushed after the export are kept, %d from before it are not",
+        log.info("table %s: %d rows pushed after the export are kept, %d pushed before it are not",
                  sub_table, len(ids), superseded)  # fmt: skip
     count_rows(view.name, UNDECIDED, unknown)
     count_rows(view.name, CARRIED, len(ids) - unknown)
@@ -77,27 +77,27 @@ def _hand_over_rows(old: Servable, new: Servable, view: TableView, number: int, 
 
 
 def _hand_over_weights(old: Servable, new: Servable) -> None:
-    """Weights that were pushed after the export, and up to when the successor has everything."""
+    """Hand over weights pushed after the export, and the stamps up to which the successor is complete."""
     if old.weights is not None and new.weights is None and new.is_newer(old.weights):
         try:
             new.program.moments.switch(new.program.bound(old.program.moments.net.weights), {})
             new.weights = old.weights
         except (DataError, AttributeError) as error:
-            log.info("the next version keeps the weights of its export: those that were pushed do not fit (%s)", error)
+            log.info("the next version keeps its export's weights, because the pushed weights do not fit (%s)", error)
     for source, stamp in old.complete.items():
         if source not in new.stamps or new.stamps[source] >= old.stamps.get(source, stamp):
             new.complete[source] = max(stamp, new.complete.get(source, stamp))
-        # else it is an older export: what came between the two is not here
+        # otherwise it is an older export: changes between the two are missing here
 
 
 def place_of(servable: Servable, view: TableView, number: int) -> tuple[int, TableView | None]:
-    """(number, table) that rows of a sub-table go to in another servable; None where it has none that fits."""
+    """(number, table) that receives a sub-table's rows in another servable; None if it has no matching one."""
     other = servable.tables.get(view.name)
     found = other.number_of(view.sub_tables[number], view.dims[number]) if other is not None else None
     return (0, None) if found is None else (found, other)
 
 
 def count_rows(table: str, fate: str, rows: int) -> None:
-    """Adds to the counter of rows that a version switch decided about."""
+    """Add to the counter of rows handled by version switches."""
     if rows:
         emit_counter("serving_handed_over_rows", rows, f"table={table}|fate={fate}")

@@ -1,4 +1,4 @@
-"""An exported directory as a servable: its tables restored into serving rows, its program loaded."""
+"""Loads an exported directory as a servable: restores its tables into serving rows and loads its program."""
 
 import base64
 import logging
@@ -16,7 +16,6 @@ from shoal.serving.server.servable import Servable, TableView
 from shoal.serving.server.table_signatures import table_signatures
 from shoal.serving.server.trained import load_trained
 from shoal.serving.server.warm_up import warm_up
-from shoal.stamps import Stamp
 from shoal.table import HashTable, HashTableConfigInstance
 from shoal.table.config.messages import EmbeddingHashTableConfig
 from shoal.table.multi import MultiHashTable, convert_to_cached_config
@@ -25,25 +24,25 @@ log = logging.getLogger(__name__)
 
 
 def load_servable(directory: Path, root: Path, placement: Placement = ON_CPU) -> Servable:
-    """Loads one version.
+    """Load one version.
 
     Args:
         directory: the version's directory.
-        root: no file outside is read.
-        placement: where rows and net are to be.
+        root: files outside this folder are not read.
+        placement: where to put rows and net.
 
     Raises:
-        DataError: something is missing, broken or outside of ``root``.
+        DataError: a file is missing, damaged or outside ``root``.
     """
     directory = inside(root, directory)
     manifest = _verified(directory)
     views: dict[str, TableView] = {}
     for spec in manifest.tables:
         views[spec.name] = load_table(directory, spec, root, placement.device)
-    stamps = {source: Stamp(*each) for source, each in (getattr(manifest, "stamps", None) or {}).items()}
     servable = Servable(
-        {}, views, manifest.rows_read_at, stamps=stamps, version=manifest.version, exported_step=manifest.global_step
-    )
+        {}, views, manifest.rows_read_at, stamps=dict(manifest.stamps), version=manifest.version,
+        exported_step=manifest.global_step,
+    )  # fmt: skip
     signatures = table_signatures(list(views.values()), lambda: servable)
     if manifest.program is not None:
         for name in ("lookup", "raw_lookup"):  # a standalone export answers with its program
@@ -58,22 +57,24 @@ def load_servable(directory: Path, root: Path, placement: Placement = ON_CPU) ->
 
 
 def _verified(directory: Path) -> Manifest:
-    """The manifest, once every file that it names is known to be as it was written.
+    """The manifest, after verifying every file that it names.
 
-    Rows are checked while they are read, by the manifest next to them, which is checked here.
+    Rows are verified while they are read, against the manifest next to them, which is verified here.
     """
     try:
         saved = read_folder(directory, unsealed=True)
         saved.verify(saved.files.keys() - digests_known(directory).keys())
         return Manifest.of(saved)
     except OSError as error:
-        raise DataError(f"{error.filename or directory} cannot be read: {error.strerror}") from None
+        raise DataError(f"cannot read {error.filename or directory}: {error.strerror}") from None
 
 
 def load_table(directory: Path, spec: TableSpec, root: Path, device: str = "cpu") -> TableView:
     """One table of an export, restored into serving rows on a device."""
-    if not spec.configs or len(spec.configs) != max(1, len(spec.sub_tables)):
-        raise DataError(f"{directory}: table {spec.name!r} has {len(spec.configs)} configurations in the manifest")
+    if len(spec.configs) != (needed := max(1, len(spec.sub_tables))):
+        raise DataError(
+            f"{directory}: table {spec.name!r} must have {needed} configs in the manifest, got {len(spec.configs)}"
+        )
     configs = [EmbeddingHashTableConfig.FromString(base64.b64decode(text)) for text in spec.configs]
     basename = inside(root, directory / spec.asset_dir) / spec.asset_prefix
     if basename.name != spec.asset_prefix:
@@ -85,6 +86,6 @@ def load_table(directory: Path, spec: TableSpec, root: Path, device: str = "cpu"
         cached = convert_to_cached_config(dict(zip(spec.sub_tables, instances, strict=True)))
         table = MultiHashTable(cached, name=spec.name, device=device)
     else:
-        raise DataError(f"{directory}: table {spec.name!r} is of kind {spec.kind!r}; hash and multi are known")
+        raise DataError(f"{directory}: the kind of table {spec.name!r} must be hash or multi, got {spec.kind!r}")
     table.restore(str(basename))
     return TableView(table, spec.slots)

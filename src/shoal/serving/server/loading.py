@@ -1,4 +1,4 @@
-"""How versions of models come and go: which are wanted, loading, switching, unloading, another configuration."""
+"""The life cycle of versions: choosing, loading, switching and unloading them, and changes of configuration."""
 
 import logging
 import time
@@ -19,12 +19,14 @@ log = logging.getLogger(__name__)
 
 MAX_LOAD_RETRIES = 5
 RETRY_SECS = 60.0
+UNLOAD_SECS = 60.0
+"""How long unloading waits for requests that use the version."""
 LINGER_SECS = 60.0
-"""How long a version that entries ask for is kept after they last did."""
+"""How long a version is kept after an entry last requested it."""
 
 
 def wanted_versions(config: ModelConfig, present: list[int], held: list[int]) -> list[int]:
-    """Which versions should be served, given those on disk and those that are held already.
+    """The versions to serve, given those on disk and those already loaded.
 
     >>> from shoal.serving import gen_model_config
     >>> wanted_versions(gen_model_config("m", "/m", "latest", 2), [3, 7, 9], [])
@@ -48,9 +50,9 @@ def on_disk(model: Model) -> list[int]:
 
 
 def refresh(model: Model, at_once: bool = False) -> None:
-    """Loads wanted versions that are missing, then unloads those that are not wanted any more.
+    """Load wanted versions that are missing, then unload those no longer wanted.
 
-    ``at_once``: a version does not wait until the sub-graphs that it calls are there, too.
+    ``at_once``: do not wait until the sub-graphs that a version calls are available.
     """
     if model.base is None:
         return
@@ -65,9 +67,7 @@ def refresh(model: Model, at_once: bool = False) -> None:
         waiting = [v for v in model.versions.values() if v.state == State.LOADING and v.number not in wanted]
     for version in waiting:
         _unload(model, version)
-    if (
-        ready
-    ):  # until a wanted version answers, the old one keeps answering, also for entries that have not switched yet
+    if ready:  # the old version keeps answering until a wanted one does, also for entries that have not switched yet
         horizon = time.monotonic() - LINGER_SECS
         for version in surplus:
             if version.asked_at < horizon:
@@ -96,10 +96,10 @@ def _load(model: Model, number: int, at_once: bool) -> None:
         if servable.warm_up is not None:
             servable.warm_up()
     except Exception as error:
-        log.exception("model %s: version %d could not be loaded", model.name, number)
+        log.exception("model %s: could not load version %d", model.name, number)
         with model.lock:
             version.state, version.servable = State.END, None
-            version.error = StatusError(Code.INTERNAL, f"version {number} could not be loaded: {error}")
+            version.error = StatusError(Code.INTERNAL, f"could not load version {number}: {error}")
             version.retry_at = time.monotonic() + RETRY_SECS
         return
     with model.lock:
@@ -111,8 +111,8 @@ def _load(model: Model, number: int, at_once: bool) -> None:
 
 
 def _wait(model: Model, version: Version, servable: Servable, reason: str) -> None:
-    """Keeps a loaded version for the next look; the old one answers until the others have this one."""
-    text = f"version {version.number} waits: {reason}"
+    """Keep a loaded version until the next check; the old one answers until the other servers have this one."""
+    text = f"version {version.number} is waiting: {reason}"
     if version.error is None or version.error.message != text:
         log.info("model %s: %s", model.name, text)
     with model.lock:
@@ -120,11 +120,11 @@ def _wait(model: Model, version: Version, servable: Servable, reason: str) -> No
         version.tries = 0
 
 
-def _unload(model: Model, version: Version, timeout: float = 60.0) -> None:
+def _unload(model: Model, version: Version) -> None:
     with model.lock:
         version.state = State.UNLOADING
         generation.next()
-        model.lock.wait_for(lambda: version.users == 0, timeout)
+        model.lock.wait_for(lambda: version.users == 0, UNLOAD_SECS)
         version.state = State.END
         servable, version.servable = version.servable, None
         version.batchers, version.paces = {}, {}
@@ -140,12 +140,12 @@ def unload_all(model: Model) -> None:
 
 
 class LoadedModels(ServedModels):
-    """Models from directories, followed as new versions appear; and from memory."""
+    """Models loaded from directories, which are watched for new versions, and models in memory."""
 
     def reload(self, config: ModelServerConfig) -> None:
-        """Serves exactly the models of ``config`` (and live tables); versions that stay are not loaded again.
+        """Serve exactly the models in ``config`` (and live tables); versions that stay are not reloaded.
 
-        A model whose base path changes is served from the old one until a version of the new one is available.
+        A model whose base path changes is served from the old path until a version in the new one is available.
         """
         with self._loading:
             self._configure(config)
@@ -184,13 +184,13 @@ class LoadedModels(ServedModels):
                 unload_all(model)
 
     def _roots(self) -> list[Path]:
-        """Where base paths that come over the network may be: the model root, else where models are served from."""
+        """Allowed folders of base paths received over the network: the model root, else the current ones."""
         if self._model_root is not None:
             return [self._model_root]
         return sorted({model.root for model in self.models() if model.root is not None})
 
     def refresh(self) -> None:
-        """Looks for new versions now and switches to them."""
+        """Check for new versions now and switch to them."""
         with self._loading:
             self._refresh()
 
@@ -202,7 +202,7 @@ class LoadedModels(ServedModels):
                 continue
             refresh(follower)
             if follower.current() is None and model.current() is not None:
-                continue  # it keeps answering
+                continue  # the old one keeps answering
             with self._lock:
                 self._models[model.name] = follower
             generation.next()
@@ -210,7 +210,7 @@ class LoadedModels(ServedModels):
 
 
 def check_base_path(path: str, roots: Sequence[Path]) -> None:
-    """Raises ConfigError unless a base path is inside one of the roots."""
+    """Raise ConfigError unless a base path is inside one of the roots."""
     if not any(Path(path).resolve().is_relative_to(root.resolve()) for root in roots):
-        inside = ", ".join(map(str, roots)) or "none; give the server a model_root"
+        inside = ", ".join(map(str, roots)) or "none; set the server's model_root"
         raise ConfigError(f"base_path must be inside the server's model roots ({inside}), got {path!r}")

@@ -27,7 +27,7 @@ from shoal.serving.status import StatusError, invalid_argument, not_found, unava
 from shoal.serving.tensors import dtype_code
 
 generation = _core.Generation()
-"""Counts the changes, in this process, of which version answers a request. Native code asks Python anew after each."""
+"""Counts changes in this process of the version that answers a request. After each, native code asks Python again."""
 
 State = ModelVersionStatus.State
 AVAILABLE = State.AVAILABLE  # looked up once: the enum's attributes are slow
@@ -35,7 +35,7 @@ AVAILABLE = State.AVAILABLE  # looked up once: the enum's attributes are slow
 
 @dataclass(eq=False)
 class Version:
-    """One version and the requests that are inside it."""
+    """One version and the requests that are using it."""
 
     number: int
     state: int = State.START
@@ -47,7 +47,7 @@ class Version:
     retry_at: float = 0.0
     users: int = 0
     asked_at: float = -math.inf
-    """When an entry of this version last asked for it, in monotonic seconds."""
+    """When an entry of the same version last asked for it, in monotonic seconds."""
     _resolved: dict[tuple[str, str], bytes] = field(default_factory=dict)
 
     def resolved(self, name: str, signature: str) -> bytes:
@@ -68,7 +68,7 @@ class Version:
 
 
 class Model:
-    """A model by name and its versions, for any thread; `shoal.serving.server.loading` loads and unloads them."""
+    """A named model and its versions. Thread-safe; `shoal.serving.server.loading` loads and unloads them."""
 
     def __init__(self, config: ModelConfig, root: Path | None = None, placement: Placement = ON_CPU) -> None:
         self.name = config.name
@@ -85,7 +85,7 @@ class Model:
     # --- answering --------------------------------------------------------------------------------------------------
 
     def acquire(self, spec: ModelSpec, one_version: bool = False) -> Version:
-        """The version that a request asks for, kept until :meth:`release`, with ``one_version`` a while longer."""
+        """The version that a request asks for, kept until :meth:`release`; with ``one_version``, a while longer."""
         with self.lock:
             version = self._find(spec)
             version.users += 1
@@ -121,7 +121,7 @@ class Model:
                 return version
         raise not_found(
             f"model {self.name!r} has no available version {number}; "
-            f"available are {sorted(v.number for v in available)}"
+            f"available versions are {sorted(v.number for v in available)}"
         )
 
     def statuses(self) -> list[ModelVersionStatus]:
@@ -143,7 +143,7 @@ class Model:
         generation.next()
 
     def rows_are_pushed(self, polls: bool) -> bool:
-        """Whether its rows are kept fresh by pushes and do not follow exports, which are looked for if ``polls``."""
+        """Whether its rows are updated by pushes, not by exports; ``polls``: whether the server checks for exports."""
         current = self.current()
         if current is None or current.servable is None:
             return False
@@ -153,13 +153,16 @@ class Model:
 
 
 class ServedModels:
-    """Models and their aliases. Safe to use from any thread.
+    """Models and their aliases. Thread-safe.
 
     Args:
-        model_root: base paths must be inside; None = any, but those that come over the network must be where models are
-            served from already.
-        placement: where versions are loaded to.
+        model_root: base paths must be inside this folder; None = any path, except that paths received over the network
+            must be where models are already served from.
+        placement: where versions are loaded.
     """
+
+    polls = False
+    """Whether the server checks for new versions."""
 
     def __init__(self, model_root: str | Path | None = None, placement: Placement = ON_CPU) -> None:
         self.placement = placement
@@ -201,7 +204,7 @@ class ServedModels:
             try:
                 return model, model.acquire(spec, one_version)
             except StatusError:
-                if self.model(spec.name) is model:  # else another one has just taken over
+                if self.model(spec.name) is model:  # otherwise another one has just taken over
                     raise
 
     def serve_tables(self, model_name: str, tables: Any, version: int = 1) -> None:
@@ -230,7 +233,7 @@ class ServedModels:
         return GetModelStatusResponse(model_version_status=statuses)
 
     def metadata(self, spec: ModelSpec, one_version: bool = False) -> tuple[ModelSpec, SignatureDefMap]:
-        """(the model spec as it was resolved, the signatures of that version)."""
+        """(the resolved model spec, the signatures of that version)."""
         with self.use(spec, one_version) as version:
             assert version.servable is not None
             result = SignatureDefMap()
@@ -261,7 +264,7 @@ def _describe(signature: Signature, into: SignatureDef) -> None:
 
 
 def find_signature(version: Version, name: str, where: str) -> Signature:
-    """A signature of a version in use; raises invalid argument where it has no signature of that name."""
+    """A signature of a version in use; raises INVALID_ARGUMENT if it has none with that name."""
     servable = version.servable
     assert servable is not None
     signature = servable.signatures.get(name)
@@ -273,7 +276,7 @@ def find_signature(version: Version, name: str, where: str) -> Signature:
 
 
 def root_of(base: Path) -> Path:
-    """A model's files may be in its model directory, the parent of ``exported_models``, else under its base path."""
+    """The folder that a model's files must be in: the parent of ``exported_models``, else its base path."""
     for parent in (base, *base.parents):
         if parent.name == "exported_models":
             return parent.parent

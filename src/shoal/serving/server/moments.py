@@ -1,7 +1,7 @@
-"""What a batch sees: one net and one state of the rows, from its first lookup to its answer, without a lock.
+"""Consistent views for batches: one net and one state of the rows from first lookup to answer, without a lock.
 
-A round of pushes is switched to by a reference. Its rows lie over the tables until they are written there; a batch that
-began before sees neither: nothing is written while it looks rows up.
+Switching to a round of pushes replaces one reference. The round's rows overlay the tables until they are written there.
+A batch that began earlier is not affected: nothing is written to the tables while it looks rows up.
 """
 
 import time
@@ -14,7 +14,7 @@ WAIT_SECS = 30.0
 
 
 class Fresh:
-    """Rows of one table that lie over it: distinct ids and their values; a row that is gone is zeros."""
+    """Rows that overlay one table: distinct ids and their values; a deleted row is zeros."""
 
     __slots__ = ("_copies", "_ids", "_values")
 
@@ -28,10 +28,10 @@ class Fresh:
         return self._ids, self._values.contiguous()
 
     def onto(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Writes the fresh ones among ``rows``, which were looked up for ``ids``."""
-        own, values = self._on(ids.device)
-        at = torch.searchsorted(own, ids).clamp_(max=len(own) - 1)
-        hits = (own[at] == ids).nonzero().squeeze(1)
+        """Overwrite the rows looked up for ``ids`` with their fresh values."""
+        fresh_ids, values = self._on(ids.device)
+        at = torch.searchsorted(fresh_ids, ids).clamp_(max=len(fresh_ids) - 1)
+        hits = (fresh_ids[at] == ids).nonzero().squeeze(1)
         if len(hits):
             rows[hits] = values[at[hits]]
 
@@ -44,44 +44,44 @@ class Fresh:
 
 
 class Moment:
-    """A net and the rows that lie over the tables, by table and number of the sub-table."""
+    """A net and the rows that overlay the tables, by table and sub-table number."""
 
     __slots__ = ("fresh", "net", "readers")
 
     def __init__(self, net: Callable[..., Any], fresh: Mapping[tuple[str, int], Fresh]) -> None:
         self.net, self.fresh = net, fresh
-        self.readers: list[None] = []  # one entry for each that looks rows up now; appending and popping are atomic
+        self.readers: list[None] = []  # one entry per batch that is looking rows up; appending and popping are atomic
 
 
 Follower = Callable[[Callable[..., Any] | None], Callable[[Mapping[tuple[str, int], Fresh]], None]]
-"""Is given the net (None = the one that there is), and gives what switches to it and to fresh rows."""
+"""Takes the net (None = the current one) and returns a function that switches to it and to fresh rows."""
 
 
 class Moments:
-    """The moment that batches begin in now."""
+    """The current moment, in which new batches begin."""
 
     def __init__(self, net: Callable[..., Any]) -> None:
         self._now = Moment(net, {})
         self.followers: list[Follower] = []
-        """Are switched, too, before a switch returns: those who answer without the interpreter."""
+        """Switched together with this: the predictors that answer without the interpreter."""
 
     @property
     def net(self) -> Callable[..., Any]:
         return self._now.net
 
     def enter(self) -> Moment:
-        """Call ``moment.readers.pop()`` when its rows have been looked up; until then tables are not written to."""
+        """Enter the current moment. Call ``moment.readers.pop()`` after the lookups; until then no table is written."""
         while True:
             moment = self._now
             moment.readers.append(None)
             if moment is self._now:
                 return moment
-            moment.readers.pop()  # it was switched in between: whoever did so may have seen no reader
+            moment.readers.pop()  # it was switched in between, and the switch may not have seen this reader
 
     def switch(self, net: Callable[..., Any] | None, fresh: Mapping[tuple[str, int], Fresh]) -> None:
-        """Batches begin with ``net`` (None = the one that there is) and ``fresh`` from now on.
+        """Make new batches use ``net`` (None = the current one) and ``fresh``.
 
-        Returns when no batch looks rows up in the moment before. One caller at a time.
+        Returns when no batch is looking rows up in the previous moment. One caller at a time.
         """
         before = self._now
         switches = [prepare(net) for prepare in self.followers]
@@ -91,5 +91,5 @@ class Moments:
         end = time.monotonic() + WAIT_SECS
         while before.readers:
             if time.monotonic() > end:
-                raise TimeoutError(f"a batch has looked rows up for more than {WAIT_SECS:.0f} s")
+                raise TimeoutError(f"a batch has been looking up rows for more than {WAIT_SECS:.0f} s")
             time.sleep(0.0002)

@@ -1,4 +1,4 @@
-"""What is told of single requests: lines of the access log, and spans of traces."""
+"""Records of individual requests: access log lines and trace spans."""
 
 import time
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from shoal.observe import tracing
 from shoal.observe.lines import AccessLog
 from shoal.observe.security import ServerSecurity
 
-_SAMPLED, _TRACED = 1, 2  # why the front end noted a call
+_SAMPLED, _TRACED = 1, 2  # why the front end recorded a call
 
 
 class Request:
-    """One request that Python answers, as it becomes known."""
+    """The recorded facts about one request that Python answers."""
 
     __slots__ = ("bytes", "code", "identity", "method", "model", "peer", "rows", "sampled", "signature", "why")
 
@@ -30,10 +30,10 @@ class Request:
 
 
 class Noting:
-    """Spans and access lines of a server.
+    """Writes a server's spans and access log lines.
 
     Args:
-        access: where lines go; None: there is no access log.
+        access: the access log; None: no access log.
     """
 
     def __init__(self, security: ServerSecurity, access: AccessLog | None = None) -> None:
@@ -46,7 +46,7 @@ class Noting:
     def request(
         self, method: str, metadata: Any, peer: str, sampled: bool | None = None, *, system: str = "grpc"
     ) -> Iterator[Request]:
-        """Around the answer to a request. ``sampled``: whether it is one for the access log; None: decided here."""
+        """Context in which a request is answered. ``sampled``: whether to log it; None: decided here."""
         seen = Request(method, peer, sampled)
         begun, start = time.time(), time.perf_counter()
         span = tracing.begin(method, "SERVER", tracing.received(metadata))
@@ -55,17 +55,17 @@ class Noting:
                 yield seen
         finally:
             span.finish(seen.code, seen.why, **_attributes(seen, system))
-            if self._access is not None and self._is_told(seen):
-                self._tell(seen, begun, time.perf_counter() - start, span.headers)
+            if self._access is not None and self._is_logged(seen):
+                self._log(seen, begun, time.perf_counter() - start, span.headers)
 
-    def _is_told(self, seen: Request) -> bool:
+    def _is_logged(self, seen: Request) -> bool:
         assert self._access is not None
         if seen.sampled is None:
             self._count += 1
             seen.sampled = bool(self._access.every) and self._count % self._access.every == 0
-        return self._access.may_tell_failure() if seen.code else seen.sampled
+        return self._access.may_log_failure() if seen.code else seen.sampled
 
-    def _tell(self, seen: Request, begun: float, seconds: float, trace: tracing.Headers) -> None:
+    def _log(self, seen: Request, begun: float, seconds: float, trace: tracing.Headers) -> None:
         assert self._access is not None
         self._access.write(
             begun, seconds, method=seen.method, peer=seen.peer, who=seen.identity, model=seen.model,
@@ -73,15 +73,15 @@ class Noting:
             trace=tracing.trace_id(trace),
         )  # fmt: skip
 
-    # --- what the native front end answered ---------------------------------------------------------------------------
+    # --- requests that the native front end answered ------------------------------------------------------------------
 
     def watch(self, front: Any, lanes: Any) -> None:
-        """Tells of what a native front end answers by itself, too; :meth:`collect` must be called now and then."""
+        """Also record requests that a native front end answers itself; :meth:`collect` must be called regularly."""
         self._front, self._lanes = front, lanes
         self.collect()
 
     def collect(self) -> None:
-        """Tells of the requests that the front end has noted since."""
+        """Record the requests that the front end has answered since the last call."""
         if self._front is None:
             return
         share = tracing.share()
@@ -105,7 +105,7 @@ class Noting:
             if seen.sampled and self._access is not None:
                 bearer = next((value.removeprefix("Bearer ") for key, value in metadata if key == "authorization"), "")
                 seen.identity = self._security.identify(bearer, common_name) or ""
-                self._tell(seen, now - age, seconds, headers)
+                self._log(seen, now - age, seconds, headers)
 
 
 def _attributes(seen: Request, system: str) -> dict[str, Any]:

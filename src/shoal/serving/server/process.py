@@ -1,4 +1,4 @@
-"""Settings of a process that does nothing but serve."""
+"""Settings for a process that only serves."""
 
 import contextlib
 import ctypes
@@ -7,16 +7,16 @@ import sys
 
 KEPT_BYTES = 256 << 20
 ARENAS = 4
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # from glibc's malloc.h
 
 
 def tune_server_process() -> None:
-    """For the main program of a server; a library that serves next to other work leaves the process as it is.
+    """Tune the process. Only for a server's main program, not for a library that serves alongside other work.
 
-    Threads get the interpreter back soon: a batch gives it up at every operation. The memory of messages is kept for
-    the next ones, up to 256 MiB, instead of being returned to the system and taken again: fresh pages cost more than
-    reading a push does. Glibc keeps it by arena, of which it makes eight per core; here there are four. As many
-    connections may be open as the system allows this process.
+    The interpreter's switch interval is short, because a batch releases the GIL at every operation. Up to 256 MiB of
+    message memory is kept for reuse instead of being returned to the system: fresh pages cost more than reading a push.
+    Glibc keeps it per arena; there are four instead of its default of eight per core. The limit on open files is raised
+    to the maximum allowed.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The dense program of an entry or standalone export: look rows up, pool them, run the net."""
+"""The dense program of an entry or standalone export: looks rows up, pools them and runs the net."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 
 COMBINERS = ("sum", "mean", "none")
 REMOTE_NET = "gpu_remote_call"
-"""The signature that ``dense_0`` answers an entry by."""
+"""The signature with which ``dense_0`` answers an entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
     """A sparse input of the net: int64 ids ``[B, L]`` whose rows come from ``slot`` and are pooled.
 
-    ``combiner``: sum or mean over L (``[B, D]``), or none (``[B, L, D]``). ``padding``: an id that has no row;
-    with it, rows of a REST request may have different numbers of ids.
+    ``combiner``: sum or mean over L (``[B, D]``), or none (``[B, L, D]``). ``padding``: an id without a row; with it,
+        the rows of a REST request may have different numbers of ids.
     """
 
     slot: str
@@ -51,20 +51,20 @@ class Feature:
 
 
 def pool(feature: Feature, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``rows`` of ``ids.flatten()``, pooled: ``[B, D]``, or ``[B, L, D]`` for ``none``."""
+    """Pool ``rows``, the rows of ``ids.flatten()``: ``[B, D]``, or ``[B, L, D]`` for ``none``."""
     if feature.combiner != "none":
         return pool_equal(rows, ids, MEAN if feature.combiner == "mean" else SUM, padding=feature.padding)
     rows = rows.reshape(*ids.shape, rows.shape[-1])
     return rows if feature.padding is None else rows * (ids != feature.padding).unsqueeze(-1)
 
 
-Fresher = Mapping[tuple[str, int], Fresh]
-Lookup = Callable[[dict[str, torch.Tensor], Fresher], dict[str, torch.Tensor]]
-"""(slot -> ids, rows that lie over the tables), to slot -> rows"""
+FreshRows = Mapping[tuple[str, int], Fresh]
+Lookup = Callable[[dict[str, torch.Tensor], FreshRows], dict[str, torch.Tensor]]
+"""(slot -> ids, rows that overlay the tables) -> (slot -> rows)."""
 
 
 def local_lookup(views: Mapping[str, TableView], shards: int) -> Lookup:
-    """Rows from tables of this process; with shards, table ``<name>_<shard>`` holds the ids of its shard."""
+    """Look rows up in this process's tables; with shards, table ``<name>_<shard>`` holds the ids of its shard."""
     places: dict[str, list[tuple[tuple[str, int], Callable[[torch.Tensor], torch.Tensor]]]] = {}
     dims: dict[str, int] = {}
     for view in views.values():
@@ -73,7 +73,7 @@ def local_lookup(views: Mapping[str, TableView], shards: int) -> Lookup:
             places.setdefault(alias, []).append(((view.name, number), view.reads[number]))
             dims[alias] = view.dims[number]
 
-    def lookup(wanted: dict[str, torch.Tensor], fresh: Fresher) -> dict[str, torch.Tensor]:
+    def lookup(wanted: dict[str, torch.Tensor], fresh: FreshRows) -> dict[str, torch.Tensor]:
         found = {}
         for slot, ids in wanted.items():
             parts = places[slot]
@@ -97,19 +97,19 @@ def local_lookup(views: Mapping[str, TableView], shards: int) -> Lookup:
 
 
 def remote_lookup(graphs: SubGraphs, num_ps: int, dims: Mapping[str, int]) -> Lookup:
-    """Rows from the embedding shards: distinct ids go to shard ``id mod num_ps``, all shards are asked side by side."""
+    """Look rows up in the embedding shards, concurrently: distinct ids go to shard ``id mod num_ps``."""
     slots = sorted(dims)
     kinds = [torch.float32] * len(slots)
-    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+    no_ids = torch.empty(0, dtype=torch.int64, device="cpu")
     native = RemoteRows(graphs, num_ps, dims)
 
-    def lookup(wanted: dict[str, torch.Tensor], fresh: Fresher) -> dict[str, torch.Tensor]:
+    def lookup(wanted: dict[str, torch.Tensor], fresh: FreshRows) -> dict[str, torch.Tensor]:
         if (rows := native.lookup(wanted)) is not None:
             return rows
         asked: dict[str, dict[str, torch.Tensor]] = {}
         found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for slot in slots:
-            ids, inverse = torch.unique(wanted.get(slot, nothing), return_inverse=True)
+            ids, inverse = torch.unique(wanted.get(slot, no_ids), return_inverse=True)
             owner = torch.remainder(ids, num_ps)
             order = owner.argsort(stable=True)  # the ids of each shard, one shard after the other
             counts = torch.bincount(owner, minlength=num_ps).tolist()
@@ -134,7 +134,7 @@ def remote_lookup(graphs: SubGraphs, num_ps: int, dims: Mapping[str, int]) -> Lo
 
 
 def remote_net(graphs: SubGraphs, kinds: Mapping[str, torch.dtype | None]) -> Callable[..., Any]:
-    """The net of ``dense_0``, called with pooled rows and dense values as keywords; ``kinds``: output -> its dtype."""
+    """The net of ``dense_0``; its keyword arguments are pooled rows and dense values. ``kinds``: output -> dtype."""
 
     def call(**inputs: torch.Tensor) -> Tensors:
         answers = graphs.call("dense_0", REMOTE_NET, inputs, list(kinds), list(kinds.values()))
@@ -147,7 +147,7 @@ class Program:
     """A net with its features: ``{alias: tensor}`` in, ``{alias: tensor}`` out, both in host memory.
 
     Args:
-        lookup: looks rows up where the net is, or in host memory if ``remote``.
+        lookup: returns rows on the net's device, or in host memory if ``remote``.
         card: the GPU that the net is on; None: it is on the CPU.
         remote: rows come from other servers.
     """
@@ -165,22 +165,22 @@ class Program:
         self._features, self._outputs, self._lookup = dict(features), outputs, lookup
         self._card, self._remote = card, remote
         self.runs = "torch"
-        """What runs the net, for people."""
+        """A description of what runs the net."""
         self.moments = Moments(net)
-        """The net, and pushed rows that lie over the tables; switched between two batches."""
+        """The current net and the pushed rows that overlay the tables."""
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """name -> parameter or buffer of the net, empty where it runs elsewhere."""
+        """name -> parameter or buffer of the net; empty if the net runs on another server."""
         return getattr(self.moments.net, "weights", {})
 
     def bound(self, weights: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
-        """The net with other weights, to be switched to; raises DataError where they do not fit it."""
+        """A copy of the net with other weights; raises DataError if they do not fit."""
         wanted = {name: (value.dtype, tuple(value.shape)) for name, value in self.weights.items()}
         given = {name: (value.dtype, tuple(value.shape)) for name, value in weights.items()}
         if wanted != given or not wanted:
             wrong = sorted(name for name in wanted.keys() | given.keys() if wanted.get(name) != given.get(name))
-            first = "; ".join(f"{name}: {given.get(name)}, not {wanted.get(name)}" for name in wrong[:4])
+            first = "; ".join(f"{name}: got {given.get(name)}, expected {wanted.get(name)}" for name in wrong[:4])
             raise DataError(f"{len(wrong)} of the net's {len(wanted)} weights do not fit ({first})")
         return self.moments.net.with_weights(weights)  # pyrefly: ignore
 
@@ -189,7 +189,7 @@ class Program:
         if card is None:
             with torch.inference_mode():
                 return self._answer(*self._arguments(inputs))
-        if self._remote:  # others are asked before the card is: batches wait for them side by side
+        if self._remote:  # look rows up before the GPU is locked, so that batches wait for servers concurrently
             with torch.inference_mode():
                 net, arguments = self._arguments(inputs)
             return card.run(lambda: self._answer(net, card.bring(arguments)))
@@ -199,7 +199,7 @@ class Program:
         return named_outputs(net(**arguments), self._outputs)
 
     def _arguments(self, inputs: Tensors) -> tuple[Callable[..., Any], Tensors]:
-        """The net, and what it is called with: the pooled rows of features, and the other inputs."""
+        """The net and its arguments: the features' pooled rows and the other inputs."""
         arguments = dict(inputs)
         wanted: dict[str, list[torch.Tensor]] = {}
         for alias, feature in self._features.items():
@@ -223,7 +223,7 @@ def native_predictor(
     exported: torch.export.ExportedProgram, program: Program, spec: SignatureSpec, features: Mapping[str, Feature],
     views: Mapping[str, TableView], placement: Placement,
 ) -> NativePredictor | None:  # fmt: skip
-    """Answers the program's requests without the interpreter; None where that cannot be done."""
+    """A predictor that answers the program's requests without the interpreter; None if that is impossible."""
     if not placement.native:
         return None
     try:
@@ -231,10 +231,10 @@ def native_predictor(
         sources, read = {}, {}
         for alias, feature in features.items():
             sources[feature.slot] = source_of(feature.slot, views)
-            apart = feature.combiner == "none"
+            unpooled = feature.combiner == "none"
             read[alias] = ReadFeature(
                 source=feature.slot, combiner=MEAN if feature.combiner == "mean" else SUM, padding=feature.padding,
-                length=net.sizes[alias][0] if apart else 1, apart=apart, input=alias,
+                length=net.sizes[alias][0] if unpooled else 1, unpooled=unpooled, input=alias,
             )  # fmt: skip
         made = NativePredictor(net, sources, read, list(spec.outputs), inputs=spec.inputs)
     except NotNative as error:
@@ -247,7 +247,7 @@ def native_predictor(
 
 
 def _native_moments(exported: torch.export.ExportedProgram, program: Program) -> tuple[Moments, str]:
-    """What an entry runs, whose rows come from elsewhere: the net natively, if that can be done."""
+    """The moments of an entry whose rows come from other servers; its net is native if possible."""
     try:
         return Moments(NativeNet(exported)), "native"
     except NotNative as error:
@@ -257,7 +257,7 @@ def _native_moments(exported: torch.export.ExportedProgram, program: Program) ->
 def placed_net(
     exported: torch.export.ExportedProgram, placement: Placement, library: CompiledNet | None, *, graphs: bool
 ) -> tuple[Callable[..., Any], Card | None]:
-    """The net where it is to be, and the device that it is enqueued on; None where calls simply run."""
+    """The net on its device, and the `Card` that enqueues it; None for a net on the CPU."""
     if placement.on_gpu:
         net = CardNet(exported, placement, graphs=graphs, library=library)
         return net, Card(net.device)
@@ -271,7 +271,7 @@ def placed_net(
 def library_of(
     directory: Path, program: Mapping[str, Any], exported: torch.export.ExportedProgram, placement: Placement
 ) -> CompiledNet | None:
-    """The net as it was compiled at export, if it was, may be run, and can be run here."""
+    """The net compiled at export, if there is one, it is allowed, and it can run here."""
     listed = program.get("compiled")
     kind = "cuda" if placement.on_gpu else "cpu"
     if not placement.compiled or placement.precision != "fp32" or not isinstance(listed, dict) or kind not in listed:
@@ -279,20 +279,20 @@ def library_of(
     file = inside(directory, directory / str(listed[kind]))
     try:
         return CompiledNet(file, direct_call(exported), placement.torch_device)
-    except Exception as error:  # made for another machine or torch; of many kinds
-        log.warning("%s is not used, since it cannot be loaded here: %s", file, error)
+    except Exception as error:  # compiled for another machine or torch; torch raises many kinds
+        log.warning("not using %s, because it cannot be loaded here: %s", file, error)
         return None
 
 
 def runs_on(placement: Placement, library: CompiledNet | None) -> str:
-    """What runs nets, for people."""
+    """A description of what runs a net."""
     how = "torch" if library is None else "compiled"
     where = how if not placement.on_gpu else f"{how} on {placement.device}"
     return where if placement.precision == "fp32" else f"{where}, {placement.precision}"
 
 
 def source_of(slot: str, views: Mapping[str, TableView]) -> Source:
-    """The tables that have the rows of a slot."""
+    """The native tables that have the rows of a slot; raises NotNative if there are none."""
     found = [
         (view, view.sub_tables.index(view.slots[slot])) for view in views.values() if slot in view.slots
     ]  # fmt: skip
@@ -307,9 +307,9 @@ def source_of(slot: str, views: Mapping[str, TableView]) -> Source:
 def load_program(
     directory: Path, manifest: Any, views: Mapping[str, TableView], placement: Placement = ON_CPU
 ) -> tuple[dict[str, Signature], SubGraphs | None, Program]:
-    """``serving_default`` of an exported directory, ``gpu_remote_call`` where it holds nothing but the net.
+    """``serving_default`` of an exported directory, or ``gpu_remote_call`` if it holds only the net.
 
-    With it come the sub-graphs that it calls, if there are any, and the program itself.
+    Also returns the sub-graphs that it calls, if any, and the program itself.
     """
     given = manifest.program
     name = REMOTE_NET if manifest.sub_graph.startswith("dense") else "serving_default"
@@ -324,7 +324,7 @@ def load_program(
         shards = given.get("shard_version")
         versions = dict.fromkeys((f"ps_{shard}" for shard in range(num_ps)), None if shards is None else int(shards))
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{directory}: the manifest's program is broken: {error!r}") from None
+        raise DataError(f"{directory}: the manifest's program is malformed: {error!r}") from None
     if net_elsewhere:
         versions["dense_0"] = manifest.version if "shard_version" in given else None
     graphs = SubGraphs(manifest.model_name, versions, deadline)
@@ -343,7 +343,7 @@ def load_program(
         lookup = local_lookup(views, max(1, num_ps))
     program = Program(net, features, outputs, lookup, card, remote=remote)
     program.runs = "another server" if file is None else runs_on(placement, library)
-    # An entry waits for its shards: its requests run side by side instead of being joined.
+    # Requests of an entry wait for its shards, so they run concurrently instead of being joined.
     joined = not remote and bool(spec.row_wise)
     signature = SignatureSpec(dict(spec.inputs), dict(spec.outputs), spec.row_wise)
     native = None

@@ -1,4 +1,4 @@
-"""What was pushed to each row of a served table, by whom and how new it is."""
+"""The log of pushes to each row of a served table: the source and how new the row is."""
 
 import threading
 from collections.abc import Callable
@@ -7,25 +7,25 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shoal.fid import distinct
+from shoal import _core
 from shoal.stamps import Stamp
 
 MARKS = 1024
-"""Where there are more marks, those that no row has are looked for."""
+"""With more marks than this, unused ones are removed."""
 
 
 class Mark(NamedTuple):
-    """Where pushed rows come from; the greater of two marks is the newer one."""
+    """The origin of pushed rows; the greater of two marks is the newer one."""
 
     stamp: Stamp
     read_at: float = 0.0
-    """Unix time by which they had been read."""
+    """Unix time by which the rows had been read."""
     source: str = ""
-    """Who learnt them, "" where the sender did not say."""
+    """The source that trained them; "" if the sender did not say."""
 
     @classmethod
     def at(cls, read_at: float) -> "Mark":
-        """Of rows whose sender says no more than when they were read: as new as a run that began then."""
+        """The mark of rows whose sender gives only the time of reading: as new as a run that began then."""
         return cls(Stamp(int(read_at * 1e9), 0), read_at)
 
 
@@ -39,127 +39,86 @@ class Pushed(NamedTuple):
     gone: np.ndarray
 
     def where(self, wanted: Callable[[Mark], bool]) -> "Pushed":
-        """Those with a mark that is wanted."""
+        """Only the rows whose mark is selected."""
         kept = np.fromiter(map(wanted, self.marks), bool, len(self.marks))[self.of]
         return Pushed(self.ids[kept], self.marks, self.of[kept], self.gone[kept])
 
 
-class _Ids(NamedTuple):
-    """Distinct rising ids, and for each twice the number of its mark, plus 1 for a deletion."""
-
-    ids: np.ndarray
-    codes: np.ndarray
-
-
 class PushLog:
-    """id -> the newest mark that it was pushed with. Thread-safe.
-
-    Takes 16 bytes per distinct id. Nothing is dropped. Each source has a list of sorted parts, each at least twice as
-    long as the next, so that a push costs little however much has been pushed before.
-    """
+    """id -> the newest mark that it was pushed with. Thread-safe. Nothing is dropped."""
 
     def __init__(self) -> None:
         self._marks: list[Mark] = []
         self._most_marks = MARKS
-        self._of: dict[str, list[_Ids]] = {}
-        self._newest: dict[str, Stamp] = {}
+        self._codes = _core.PushCodes()  # id -> twice its mark's number, plus 1 for a deletion
+        self._newest: Stamp | None = None
         self._lock = threading.Lock()
 
     def add(self, ids: torch.Tensor, mark: Mark, gone: bool = False) -> None:
-        """Ids that were pushed, or deleted by a push."""
+        """Add ids that were pushed, or deleted by a push."""
         if len(ids):
             with self._lock:
-                once = distinct(ids.numpy())
-                self._append(mark.source, _Ids(once, np.full(len(once), 2 * self._number(mark) + gone)))
+                newest = self._newest is None or mark.stamp >= self._newest
+                code = np.full(1, 2 * self._number(mark) + gone, np.int32)
+                ranks = None if newest else _ranks(self._marks)
+                self._set(ids.contiguous().numpy(), code, 0, ranks)
 
     def extend(self, pushed: Pushed) -> None:
-        """Takes over what another log has."""
+        """Add the contents of another log."""
+        if not len(pushed.ids):
+            return
         with self._lock:
-            self._most_marks = max(self._most_marks, len(self._marks) + len(pushed.marks) + 1)  # none of them goes
-            numbers = np.fromiter(map(self._number, pushed.marks), np.int64, len(pushed.marks))
-            sources = np.array([mark.source for mark in pushed.marks], object)
-            for source in dict.fromkeys(sources):
-                mine = (sources == source)[pushed.of]
-                codes = 2 * numbers[pushed.of[mine]] + pushed.gone[mine]
-                self._append(source, _Ids(pushed.ids[mine], codes))
+            self._most_marks = max(self._most_marks, len(self._marks) + len(pushed.marks) + 1)  # none is removed
+            numbers = np.fromiter(map(self._number, pushed.marks), np.int32, len(pushed.marks))
+            codes = 2 * numbers[pushed.of] + pushed.gone.astype(np.int32)
+            self._set(np.ascontiguousarray(pushed.ids), codes, 1, _ranks(self._marks))
 
     def older(self, ids: torch.Tensor, mark: Mark) -> torch.Tensor | None:
-        """bool ``[n]``: the ids that ``mark`` is not older than; None = all of them, which is how it usually is."""
+        """bool ``[n]``: the ids for which ``mark`` is not older; None = all of them, the usual case."""
         with self._lock:
-            newer = [source for source, stamp in self._newest.items() if stamp > mark.stamp]
-            if not newer:
+            if self._newest is None or self._newest <= mark.stamp:
                 return None
-            is_newer = np.fromiter((each.stamp > mark.stamp for each in self._marks), bool, len(self._marks))
-            parts = [part for source in newer for part in self._of.get(source, ())]
-        wanted, blocked = ids.numpy(), np.zeros(len(ids), bool)
-        for part in parts:
-            at = np.searchsorted(part.ids, wanted)
-            at[at == len(part.ids)] = 0
-            blocked |= (part.ids[at] == wanted) & is_newer[part.codes[at] >> 1]
-        return torch.from_numpy(~blocked)
+            is_newer = np.array([*(each.stamp > mark.stamp for each in self._marks), False])
+            codes = np.empty(len(ids), np.int32)
+            self._codes.find(ids.contiguous().data_ptr(), len(ids), codes.ctypes.data)
+        return torch.from_numpy(~is_newer[codes >> 1])  # -1, an unknown id, is the last entry
 
     def pushed(self) -> Pushed:
-        """All of them, ids rising."""
+        """All pushed rows, by ascending id."""
         with self._lock:
-            marks, parts = list(self._marks), [part for each in self._of.values() for part in each]
-        if not parts:
-            empty = np.empty(0, np.int64)
-            return Pushed(empty, marks, empty, empty.astype(bool))
-        ids, codes = (np.concatenate(each) for each in zip(*parts, strict=True))
-        order = np.lexsort((_ranks(marks)[codes >> 1], ids))  # stable: of equal stamps the later one counts
-        ids, codes = ids[order], codes[order]
-        last = np.append(ids[1:] != ids[:-1], True)
-        ids, codes = ids[last], codes[last]
-        return Pushed(ids, marks, codes >> 1, (codes & 1).astype(bool))
+            marks, count = list(self._marks), self._codes.size()
+            ids, codes = np.empty(count, np.int64), np.empty(count, np.int32)
+            self._codes.copy(ids.ctypes.data, codes.ctypes.data)
+        order = np.argsort(ids)
+        codes = codes[order]
+        return Pushed(ids[order], marks, codes >> 1, (codes & 1).astype(bool))
+
+    def _set(self, ids: np.ndarray, codes: np.ndarray, step: int, ranks: np.ndarray | None) -> None:
+        """Give ids a code each (``step`` 1) or one for all (0). With ranks, an id keeps a code of a higher rank."""
+        self._codes.set(
+            ids.ctypes.data, len(ids), codes.ctypes.data, step, ranks.ctypes.data if ranks is not None else 0
+        )
 
     def _number(self, mark: Mark) -> int:
         if not self._marks or self._marks[-1] != mark:
             if len(self._marks) >= self._most_marks:
                 self._forget_marks()
             self._marks.append(mark)
-        if mark.source not in self._newest or mark.stamp > self._newest[mark.source]:
-            self._newest[mark.source] = mark.stamp
+        if self._newest is None or mark.stamp > self._newest:
+            self._newest = mark.stamp
         return len(self._marks) - 1
 
     def _forget_marks(self) -> None:
-        """Those that no row has any more."""
-        parts = [part for each in self._of.values() for part in each]
-        used = distinct(np.concatenate([part.codes >> 1 for part in parts])) if parts else np.empty(0, np.int64)
-        numbers = np.zeros(len(self._marks), np.int64)
-        numbers[used] = np.arange(len(used))
-        self._of = {
-            source: [_Ids(part.ids, 2 * numbers[part.codes >> 1] + (part.codes & 1)) for part in each]
-            for source, each in self._of.items()
-        }
-        self._marks = [self._marks[number] for number in used]
-        self._most_marks = max(MARKS, 2 * len(used))
-
-    def _append(self, source: str, part: _Ids) -> None:
-        if not len(part.ids):
-            return
-        parts = self._of.setdefault(source, [])
-        parts.append(part)
-        while len(parts) > 1 and len(parts[-2].ids) < 2 * len(parts[-1].ids):
-            newer, older = parts.pop(), parts.pop()
-            parts.append(_merged(older, newer, self._marks))
-
-
-def _merged(one: _Ids, two: _Ids, marks: list[Mark]) -> _Ids:
-    """Both; of an id that both have the newer mark, of equal stamps that of ``two``."""
-    ids, codes = np.concatenate([one.ids, two.ids]), np.concatenate([one.codes, two.codes])
-    order = np.argsort(ids, kind="stable")
-    ids, codes = ids[order], codes[order]
-    twice = np.flatnonzero(ids[1:] == ids[:-1])
-    if len(twice):
-        rank = _ranks(marks)
-        first_is_newer = rank[codes[twice] >> 1] > rank[codes[twice + 1] >> 1]
-        kept = np.ones(len(ids), bool)
-        kept[np.where(first_is_newer, twice + 1, twice)] = False
-        ids, codes = ids[kept], codes[kept]
-    return _Ids(ids, codes)
+        """Remove marks that no row has any more."""
+        used = np.zeros(len(self._marks), bool)
+        self._codes.mark_used(used.ctypes.data)
+        numbers = np.cumsum(used, dtype=np.int32) - np.int32(1)
+        self._codes.renumber(numbers.ctypes.data)
+        self._marks = [mark for mark, kept in zip(self._marks, used, strict=True) if kept]
+        self._most_marks = max(MARKS, 2 * len(self._marks))
 
 
 def _ranks(marks: list[Mark]) -> np.ndarray:
-    """The place of each mark among their stamps; equal stamps have equal ranks."""
+    """The rank of each mark by stamp; equal stamps have equal ranks."""
     places = {stamp: place for place, stamp in enumerate(sorted({mark.stamp for mark in marks}))}
-    return np.fromiter((places[mark.stamp] for mark in marks), np.int64, len(marks))
+    return np.fromiter((places[mark.stamp] for mark in marks), np.int32, len(marks))

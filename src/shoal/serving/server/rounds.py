@@ -1,8 +1,8 @@
-"""Rounds of pushes: their parts wait here until a round is whole, then a servable switches to all of it at once.
+"""Rounds of pushes: their parts are held here until the round is complete; a servable then switches to it at once.
 
-A publisher says hello first and learns what this replica has. Each part of a round says which version it is for, and
-which loading of it; another one refuses it. The last call commits the round: rows, deletions and dense weights become
-what the next batch sees, and a batch that runs meanwhile sees none of them.
+A publisher first sends a hello and learns what this replica has. Each part of a round names the version, and the
+loading of it, that it is for; any other refuses it. The last call commits the round: rows, deletions and dense weights
+become visible to the next batch, while a batch that is already running sees none of them.
 """
 
 import hashlib
@@ -34,12 +34,12 @@ MAX_WEIGHT_BYTES = 1 << 36
 MAX_LISTED = 2_000_000  # ids in one answer
 
 Rows = tuple[TableView, int, torch.Tensor, torch.Tensor | None]
-"""(table, sub-table number, distinct ids, their values; None = they have no rows any more)"""
+"""(table, sub-table number, distinct ids, their values; None = the rows are deleted)"""
 
 
 @dataclass(slots=True)
 class _Round:
-    """What has come of a round."""
+    """The parts of a round received so far."""
 
     name: str
     rows: list[Rows] = field(default_factory=list)
@@ -48,7 +48,7 @@ class _Round:
 
 
 class Rounds:
-    """The rounds that are on their way to one servable, one of each source."""
+    """The incomplete rounds for one servable, one per source."""
 
     def __init__(self, servable: Servable) -> None:
         self._servable = servable
@@ -56,7 +56,7 @@ class Rounds:
         self._lock = threading.Lock()
         servable.rounds = self
         self.signatures = self._signatures()
-        """What publishers call; the model's metadata does not name it."""
+        """Signatures for publishers; the model's metadata does not list them."""
 
     def _signatures(self) -> dict[str, Signature]:
         size, message = TensorSpec("int64", []), TensorSpec("uint8", [None])
@@ -74,11 +74,11 @@ class Rounds:
     # --- hello --------------------------------------------------------------------------------------------------------
 
     def _hello(self, inputs: Tensors) -> Tensors:
-        """What this replica has of a source, and the ids that a roll-back of the source made wrong.
+        """What this replica has from a source, and the ids that a rollback of the source made invalid.
 
-        The message: ``base`` ([run, step] or null), ``all`` (every id that has a row is wanted), ``part`` and ``parts``
-        (ids are listed whose remainder by ``parts`` is ``part``). Where they are too many for an answer, it lists those
-        of part 0 and says how many ``parts`` to ask for.
+        The message: ``base`` ([run, step] or null), ``all`` (list every id that has a row), ``part`` and ``parts``
+        (list ids with ``id mod parts == part``). If there are too many ids for one answer, it lists those of part 0 and
+        says how many ``parts`` to ask for.
         """
         info, servable, said = push_info.get(), self._servable, _read(inputs)
         base = Stamp(*said["base"]) if said.get("base") else None
@@ -126,7 +126,7 @@ class Rounds:
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def expect(self, info: PushInfo) -> None:
-        """Raises failed precondition, saying what it should be, unless a push is for this servable."""
+        """Raise FAILED_PRECONDITION, with the expected values, unless a push is for this servable."""
         servable = self._servable
         if (info.version, info.replica) == (servable.version, servable.token):
             return
@@ -147,14 +147,16 @@ class Rounds:
         if not info.source or not info.run:
             raise invalid_argument(f"a round must have a source and a run, got {info.source!r} and {info.run}")
         found = self._open.get(info.source)
-        if found is None or found.name != info.round:  # what an earlier round left is never completed
+        if found is None or found.name != info.round:  # an earlier round's leftovers are never completed
             if len(self._open) >= MAX_SOURCES:
-                raise StatusError(Code.RESOURCE_EXHAUSTED, f"{MAX_SOURCES} sources have rounds open here")
+                raise StatusError(
+                    Code.RESOURCE_EXHAUSTED, f"{MAX_SOURCES} sources already have open rounds on this replica"
+                )
             found = self._open[info.source] = _Round(info.round)
         return found
 
     def _weights(self, inputs: Tensors) -> Tensors:
-        """A piece of the dense weights."""
+        """Receive a piece of the dense weights."""
         info, content = push_info.get(), inputs["content"]
         self.expect(info)
         size, offset = int(inputs["size"]), int(inputs["offset"])
@@ -174,10 +176,10 @@ class Rounds:
     # --- commit -------------------------------------------------------------------------------------------------------
 
     def _commit(self, inputs: Tensors) -> Tensors:
-        """Switches to a round if all of it is here.
+        """Switch to a round if all of it has been received.
 
-        The message: ``rows`` and ``deleted`` (how many ids), ``weights`` (their digest or ""), ``complete`` (whether
-        the source has nothing older that this replica lacks).
+        The message: ``rows`` and ``deleted`` (numbers of ids), ``weights`` (their digest or ""), ``complete`` (whether
+        this replica then has everything older from the source).
         """
         info, servable, said = push_info.get(), self._servable, _read(inputs)
         self.expect(info)
@@ -224,9 +226,9 @@ class Rounds:
 def apply_round(
     servable: Servable, rows: Sequence[Rows], weights: dict[str, torch.Tensor] | None, mark: Mark, complete: bool
 ) -> int:
-    """Makes a round what the next batch sees, but for what is newer here; how many rows that were.
+    """Make a round visible to the next batch, except for rows that are newer here; returns the number of rows.
 
-    Call it under the push lock. Nothing has changed if it raises for weights that do not fit.
+    Call it under the push lock. If it raises for weights that do not fit, nothing has changed.
     """
     if servable.is_newer(mark) is False:
         for view, _, ids, _ in rows:
@@ -258,7 +260,7 @@ def apply_round(
 
 
 def _newest(view: TableView, number: int, ids: torch.Tensor, values: torch.Tensor | None, mark: Mark) -> Rows:
-    """Without the rows that were pushed with a newer mark."""
+    """Drop the rows that were already pushed with a newer mark."""
     mask = view.push_logs[number].older(ids, mark)
     if mask is None:
         return view, number, ids, values
@@ -267,7 +269,7 @@ def _newest(view: TableView, number: int, ids: torch.Tensor, values: torch.Tenso
 
 
 def _over(rows: Sequence[Rows]) -> dict[tuple[str, int], Fresh]:
-    """The rows of a round, to lie over the tables while they are written there."""
+    """The rows of a round as an overlay, used while they are written to the tables."""
     parts: dict[tuple[str, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for view, number, ids, values in rows:
         given = torch.zeros(len(ids), view.dims[number], device="cpu") if values is None else values
@@ -281,7 +283,7 @@ def _over(rows: Sequence[Rows]) -> dict[tuple[str, int], Fresh]:
 def _apply_to_successor(
     servable: Servable, rows: Sequence[Rows], weights: dict[str, torch.Tensor] | None, mark: Mark, complete: bool
 ) -> None:
-    """The same for the version that is about to take over; what does not fit it is counted as dropped."""
+    """Apply a round to the version about to take over; rows that do not fit it are counted as dropped."""
     placed: list[Rows] = []
     for view, number, ids, values in rows:
         where, into = place_of(servable, view, number)
@@ -292,7 +294,7 @@ def _apply_to_successor(
     try:
         apply_round(servable, placed, weights, mark, complete)
     except StatusError as error:
-        log.info("the next version keeps the weights of its export: %s", error)
+        log.info("the next version keeps its export's weights: %s", error)
         apply_round(servable, placed, None, mark, complete)
 
 

@@ -20,7 +20,7 @@ from shoal.table.arguments import device_of
 
 
 class TableView:
-    """A hash table or a multi-table, seen alike: numbered sub-tables with names and dims.
+    """A common view of hash tables and multi-tables: numbered sub-tables with names and dims.
 
     Args:
         table: a ``HashTable`` or a ``MultiHashTable``.
@@ -48,9 +48,9 @@ class TableView:
         self.pushed_rows = 0
         self.last_push = 0.0
         self.lag = 0.0
-        """Seconds from the oldest gradient of the last push to its being servable, 0 when the pusher did not say."""
+        """Seconds from the last push's oldest gradient until it was servable; 0 if the sender did not say."""
         self.push_logs = [PushLog() for _ in self._subs]
-        """What was pushed to each sub-table, for the version that comes after."""
+        """The log of pushes to each sub-table, for the next version."""
         self.logs_pushes = True
 
     def _homely(self, read: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -66,7 +66,7 @@ class TableView:
         return view
 
     def native(self, number: int) -> Any:
-        """The native table of a sub-table, None where its rows are elsewhere."""
+        """The native table of a sub-table; None if its rows are elsewhere."""
         return self._subs[number].native
 
     def rows(self) -> int:
@@ -83,24 +83,24 @@ class TableView:
         return [sub.table_config for sub in self._subs]
 
     def number_of(self, sub_table: str, dim: int) -> int | None:
-        """The number of the sub-table of that name (of a hash table: of the table itself), None if its dim differs."""
+        """The number of the sub-table with that name (a hash table counts as its own); None if its dim differs."""
         number = self.sub_tables.index(sub_table) if sub_table in self.sub_tables else -1
         return number if number >= 0 and self.dims[number] == dim else None
 
     def assign_sub(self, number: int, ids: torch.Tensor, values: torch.Tensor, mark: Mark | float) -> None:
-        """Writes rows that were pushed, stamped now. ``mark``: where they come from, or when they were read."""
+        """Write pushed rows with the current timestamp. ``mark``: their origin, or when they were read."""
         self._subs[number].assign(ids.to(self.device), values.to(self.device), int(time.time()))
         mark = mark if isinstance(mark, Mark) else Mark.at(mark)
         if self.logs_pushes or mark.source:
             self.push_logs[number].add(ids, mark)
 
     def erase_sub(self, number: int, ids: torch.Tensor, mark: Mark) -> None:
-        """Removes rows that a push has deleted, and remembers that."""
+        """Remove rows that a push deleted, and log the deletion."""
         self._subs[number].erase(ids.to(self.device))
         self.push_logs[number].add(ids, mark, gone=True)
 
     def copy_sub(self, number: int, ids: torch.Tensor, other: "TableView", its: int) -> None:
-        """Makes rows what they are in a sub-table of another view; those that are not there are removed."""
+        """Copy rows from a sub-table of another view; rows that are missing there are removed here."""
         there = other._subs[its].contains(ids.to(other.device)).cpu()
         rows = other.lookups[its](ids[there]).to(self.device)
         self._subs[number].assign(ids[there].to(self.device), rows, int(time.time()))
@@ -119,7 +119,7 @@ class TableView:
 
 
 def as_views(tables: Any) -> list[TableView]:
-    """Views of a table, of several, of ``{alias: table}``; views stay as they are."""
+    """Views of a table, several tables or ``{alias: table}``; views are returned unchanged."""
     if isinstance(tables, Mapping):
         return [
             TableView(table, None if hasattr(table, "raw_assign") else {alias: table.name})
@@ -136,7 +136,7 @@ Tensors = dict[str, Any]
 class Signature:
     """One callable of a servable.
 
-    ``push`` marks those that write rows, ``batch`` those whose rows may be joined, ``waits`` those that wait on others.
+    ``push``: it writes rows; ``batch``: its requests may be joined; ``waits``: it waits for other servers.
     """
 
     spec: SignatureSpec
@@ -147,16 +147,16 @@ class Signature:
     samples: bool = False
     """Whether every input has one row per sample, so that all have the same number of rows."""
     accepts: Mapping[str, tuple[str, ...]] | None = None
-    """Further dtypes that an input takes besides the one in the specification."""
+    """Further dtypes that an input accepts in addition to the one in its spec."""
     hints: Mapping[str, str] | None = None
-    """alias -> the form that this replica prefers, which its metadata says."""
+    """alias -> the form that this replica prefers; published in its metadata."""
     tables: Sequence[tuple[str, int]] = ()
-    """(name, dim) of the tables that it writes pushed rows to, in their order."""
+    """(name, dim) of the tables that it writes pushed rows to, in order."""
     native: Any = None
     """The ``NativePredictor`` that answers it without the interpreter, if one can."""
 
     def check(self, where: str, inputs: Tensors) -> None:
-        """Raises invalid argument where the inputs, given as tensors or as heads, are not those of the signature."""
+        """Raise INVALID_ARGUMENT if the inputs, given as tensors or heads, do not match the signature."""
         wanted = self.spec.inputs
         if inputs.keys() != wanted.keys():
             missing, extra = sorted(wanted.keys() - inputs.keys()), sorted(inputs.keys() - wanted.keys())
@@ -180,11 +180,11 @@ class Signature:
             raise invalid_argument(f"{where}: inputs must have one row per sample each, got different numbers: {rows}")
 
     def convert(self, inputs: Tensors) -> Tensors:
-        """What `run` takes of inputs that were checked."""
+        """Convert checked inputs to the arguments of `run`."""
         return inputs
 
     def join(self, where: str, calls: Sequence[PredictCall]) -> tuple[Tensors, list[int]] | None:
-        """What `run` takes of several requests together, and the rows of each, as `Batcher` says."""
+        """The joined arguments of `run` for several requests, and the rows of each; see `Batcher`."""
         joined = join_calls(calls)
         if joined is not None:
             self.check(where, joined[0])
@@ -192,7 +192,7 @@ class Signature:
 
 
 def dtype_of(tensor: torch.Tensor | np.ndarray) -> str:
-    """The name of a tensor's dtype as signatures write it; arrays hold strings."""
+    """The name of a tensor's dtype in signatures; arrays hold strings."""
     return "string" if isinstance(tensor, np.ndarray) else NAME_OF_DTYPE.get(tensor.dtype) or str(tensor.dtype)
 
 
@@ -200,16 +200,16 @@ class Servable:
     """A loaded version: its signatures, the tables behind them, and the pushes they take.
 
     Attributes:
-        rows_read_at: Unix time at which the export began to read its rows; None where nobody knows.
-        stamps: source -> up to when the export has what it learnt; empty where nobody knows.
+        rows_read_at: Unix time at which the export began to read its rows; None if unknown.
+        stamps: source -> the stamp up to which the export has its changes; empty if unknown.
         version: its number.
         token: names this loading of the version in this process.
-        complete: source -> up to when it has everything, by the export and by pushes since.
+        complete: source -> the stamp up to which it has all changes, from the export and later pushes.
         program: the dense program, if it has one.
-        rounds: the ``Rounds`` of pushes that are on their way here.
-        weights: of the last push of dense weights.
+        rounds: the incomplete ``Rounds`` of pushes.
+        weights: the mark of the last push of dense weights.
         exported_step: the step of the export.
-        fresh_at: Unix time by which the newest of its rows had been read from the trainer; None where nobody knows.
+        fresh_at: Unix time by which the newest of its rows had been read from the trainer; None if unknown.
     """
 
     def __init__(
@@ -239,30 +239,30 @@ class Servable:
         self.graphs: Any = None
         """The ``SubGraphs`` that its signatures call, if they call any."""
         self.warm_up: Callable[[], int] | None = None
-        """Has it answer what it is likely to be asked, before requests come."""
+        """Warms it up with likely requests before real ones arrive."""
 
     def is_newer(self, mark: Mark) -> bool | None:
-        """Whether what was pushed with a mark is newer than what the export has; None where nobody knows."""
+        """Whether rows pushed with a mark are newer than the export's; None if unknown."""
         if mark.source and self.stamps:
             return mark.stamp > self.stamps.get(mark.source, min(self.stamps.values()))
         return None if self.rows_read_at is None else mark.read_at >= self.rows_read_at
 
     @property
     def step(self) -> int:
-        """The trainer's step that it has come to, by the export and by pushes since."""
+        """The trainer's step that it has reached, through the export and later pushes."""
         known = [self.weights.stamp] if self.weights is not None else list(self.complete.values())
         return max(known).step if known else self.exported_step
 
     def refreshed(self, read_at: float) -> None:
-        """Rows that had been read from the trainer by a Unix time are here now."""
+        """Record that rows read from the trainer up to a Unix time are now here."""
         self.fresh_at = max(read_at, self.fresh_at or 0.0)
 
     def missing(self) -> str:
-        """What it needs from other servers and does not get yet, "" if that is nothing. May take seconds."""
+        """What it still lacks from other servers; "" if nothing. May take seconds."""
         return self.graphs.missing() if self.graphs is not None else ""
 
     def close(self) -> None:
-        """Frees what the version holds."""
+        """Free the version's resources."""
         for signature in self.signatures.values():
             if signature.native is not None:
                 signature.native.close()

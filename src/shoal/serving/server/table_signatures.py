@@ -28,7 +28,7 @@ SERVING = EntryConfig.SERVING
 
 
 def table_signatures(views: Sequence[TableView], owner: Callable[[], Servable]) -> dict[str, Signature]:
-    """An embedding shard's: ``lookup``, ``raw_lookup``, ``hashtable_assign``, ``<mtable>/raw_assign``."""
+    """An embedding shard's signatures: ``lookup``, ``raw_lookup``, ``hashtable_assign``, ``<mtable>/raw_assign``."""
     signatures: dict[str, Signature] = {}
     slots = {alias: (view, view.sub_tables.index(sub)) for view in views for alias, sub in view.slots.items()}
     if slots:
@@ -51,9 +51,9 @@ def table_signatures(views: Sequence[TableView], owner: Callable[[], Servable]) 
 
 
 def _apply(owner: Callable[[], Servable], work: Sequence[Rows]) -> None:
-    """Keeps the rows of one push for their round, or writes them at once where the sender knows of no rounds.
+    """Hold the rows of one push for their round, or write them at once if the sender does not use rounds.
 
-    They then go to the version that is about to replace this one, too.
+    Rows written at once also go to the version that is about to replace this one.
     """
     servable, info = owner(), push_info.get()
     if info.round:
@@ -70,7 +70,7 @@ def _apply(owner: Callable[[], Servable], work: Sequence[Rows]) -> None:
             for view, number, ids, values in work:
                 where, into = place_of(servable.successor, view, number)
                 if into is None:
-                    count_rows(view.name, DROPPED, len(ids))  # the switch has said so
+                    count_rows(view.name, DROPPED, len(ids))  # the version switch has reported it
                 elif len(ids) and values is not None:
                     into.assign_sub(where, ids, values, read_at)
     servable.refreshed(read_at)
@@ -83,7 +83,7 @@ def _apply(owner: Callable[[], Servable], work: Sequence[Rows]) -> None:
 
 
 def _check(owner: Callable[[], Servable], codecs: Mapping[str, str], inputs: Tensors) -> PushInfo:
-    """What the push says of itself; it is refused, with what it should say, where that is not for this version."""
+    """The push's metadata; a push for another version is refused, with the expected values."""
     info = push_info.get()
     if info.round:
         owner().rounds.expect(info)
@@ -209,7 +209,7 @@ def live_servable(tables: Any) -> Servable:
     """A servable over tables of this process, given as :func:`as_views` takes them."""
     views = as_views(tables)
     for view in views:
-        view.logs_pushes = False  # no version comes after these tables
+        view.logs_pushes = False  # live tables have no next version
     servable = Servable({}, {view.name: view for view in views})
     servable.signatures = table_signatures(views, lambda: servable)
     Rounds(servable)

@@ -1,4 +1,4 @@
-"""A model of `shoal train` in a server: raw values or ids in, logits and probabilities out."""
+"""Serves a model from `shoal train`: raw values or ids in, logits and probabilities out."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from shoal.table.table import HashTable
 log = logging.getLogger(__name__)
 
 BATCH = "inputs"
-"""The name under which a batch has the inputs that were made."""
-_WHOLE = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")
-_TAKEN = ("string", *_WHOLE, "float", "double")
+"""The key of the converted inputs in a batch."""
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")
+_DTYPES = ("string", *_INTEGERS, "float", "double")
 
 
 @dataclass(frozen=True)
 class MadeInputs(Joinable):
-    """Inputs of some rows, which can be joined and cut by rows."""
+    """Converted inputs of some rows, which can be joined and split by rows."""
 
     made: Inputs
     ndim = 2
@@ -86,13 +86,14 @@ class MadeInputs(Joinable):
 
 
 class TrainedProgram(Program):
-    """The net with its rows.
+    """A model from `shoal train`: looks rows up, pools them and runs the net.
 
     Args:
-        net: called with the two keywords ``names``: the numbers and the rows.
-        tables: by name.
-        pooling: how the rows of each feature become one, in their order.
-        log_odds: what is added to each logit, for negatives that training left out.
+        net: called with two keyword arguments: the numbers and the rows.
+        names: the names of these arguments.
+        tables: name -> table.
+        pooling: how the rows of each feature are pooled, in order.
+        log_odds: added to each logit, to correct for negatives that training left out.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class TrainedProgram(Program):
         return dict(zip(OUTPUTS, (logit, logit.sigmoid()), strict=True))
 
     def _fresh_rows(self, batch: MadeInputs, fresh: Mapping[tuple[str, int], Fresh]) -> torch.Tensor:
-        """The rows of a batch as they will be when what was pushed last has been written."""
+        """The rows of a batch, including pushed rows that are not written to the tables yet."""
         ((name, table), *others) = self._tables.items()
         if self._rows.single is None or others:
             rows = self._module(self._overlaid(batch, fresh))(batch)
@@ -146,7 +147,7 @@ class TrainedProgram(Program):
         return rows.view(*batch.ids.shape, table.dim_size)
 
     def _overlaid(self, batch: MadeInputs, fresh: Mapping[tuple[str, int], Fresh]) -> dict[str, HashTable]:
-        """Tables in host memory: the batch's rows as they will be when what was pushed last has been written."""
+        """Small tables with the batch's rows, including pushed rows that are not written to the tables yet."""
         ids = batch.ids.reshape(-1).unique()
         tables = {}
         for name, table in self._tables.items():
@@ -160,60 +161,60 @@ class TrainedProgram(Program):
 
 @dataclass(slots=True)
 class FeatureSignature(Signature):
-    """A signature whose inputs are made natively of what a request has, by the definitions of training."""
+    """A signature that converts a request's inputs natively, with the feature definitions used in training."""
 
     maker: InputMaker | None = None
     reader: Any = None
-    """Reads requests together; None: each is read alone."""
+    """Reads several requests at once; None: each is read separately."""
     pins: bool = False
-    """Whether inputs are made in memory that a GPU fetches them from."""
+    """Whether inputs are created in pinned memory for a GPU."""
 
     def __post_init__(self) -> None:
         self.reader = None if self.maker is None else request_reader(self.maker, self.spec.inputs)
 
     def check(self, where: str, inputs: Tensors) -> None:
-        """Raises invalid argument for inputs that the model does not have, or of a type or form that it never takes."""
+        """Raise INVALID_ARGUMENT for unknown inputs, and for dtypes or shapes that the model does not accept."""
         assert self.maker is not None
         known, rows = self.spec.inputs, {}
         lists = {self.maker.columns[name] + LENGTHS for name in self.maker.listed}
         for alias, value in inputs.items():
             if alias not in known and alias not in lists:
                 hint = did_you_mean(alias, known)
-                raise invalid_argument(f"{where}: there is no input {alias!r}{hint}; it takes {sorted(known)}")
+                raise invalid_argument(f"{where}: there is no input {alias!r}{hint}; inputs are {sorted(known)}")
             if isinstance(value, list):
                 rows[alias] = len(value)
                 continue
             got = value.dtype if isinstance(value, TensorHead) else dtype_of(value)
-            takes = _WHOLE if alias in lists else self._takes(alias)
-            if got not in takes:
-                raise invalid_argument(f"{where}: input {alias!r} is {got}, expected one of {', '.join(takes)}")
+            accepted = _INTEGERS if alias in lists else self._dtypes_of(alias)
+            if got not in accepted:
+                raise invalid_argument(f"{where}: input {alias!r} must be one of {', '.join(accepted)}, got {got}")
             shape = tuple(value.shape)
             most = 2 if alias + LENGTHS in lists else 1
             if not (len(shape) in (1, most) or (len(shape) == 2 and shape[1] == 1)):
                 forms = "[rows] or [rows, values]" if most == 2 else "[rows]"
-                raise invalid_argument(f"{where}: input {alias!r} has shape {list(shape)}, expected {forms}")
+                raise invalid_argument(f"{where}: input {alias!r} must have shape {forms}, got {list(shape)}")
             rows[alias] = shape[0]
         if len(set(rows.values())) > 1:
             raise invalid_argument(f"{where}: inputs must have one row per sample each, got different numbers: {rows}")
         if not rows:
-            raise invalid_argument(f"{where}: a request must have at least one input; it takes {sorted(known)}")
-        if alone := [
+            raise invalid_argument(f"{where}: a request must have at least one input; inputs are {sorted(known)}")
+        if lone := [
             alias for alias in inputs if alias in lists - known.keys() and alias.removesuffix(LENGTHS) not in inputs
         ]:
-            raise invalid_argument(f"{where}: input {alone[0]!r} goes with {alone[0].removesuffix(LENGTHS)!r}")
+            raise invalid_argument(f"{where}: input {lone[0]!r} must come with {lone[0].removesuffix(LENGTHS)!r}")
         width = len(self.maker.schema.sparse) + len(self.maker.schema.dense)
         if (n := next(iter(rows.values()))) > (most := MAX_TENSOR_BYTES // 8 // max(1, width)):
-            raise invalid_argument(f"{where}: a request has {n} rows; at most {most} are taken")
+            raise invalid_argument(f"{where}: a request must have at most {most} rows, got {n}")
 
-    def _takes(self, alias: str) -> tuple[str, ...]:
+    def _dtypes_of(self, alias: str) -> tuple[str, ...]:
         assert self.maker is not None
         if self.maker.ready and alias in self.maker.columns.values():
-            return _WHOLE
+            return _INTEGERS
         only_number = alias not in self.maker.columns.values()
-        return _TAKEN[1:] if only_number else _TAKEN
+        return _DTYPES[1:] if only_number else _DTYPES
 
     def convert(self, inputs: Tensors) -> Tensors:
-        """The model's inputs of tensors, or of the lists of JSON; raises invalid argument for bad values."""
+        """Convert tensors or JSON lists to the model's inputs; raises INVALID_ARGUMENT for bad values."""
         assert self.maker is not None
         lengths = {alias.removesuffix(LENGTHS): one for alias, one in inputs.items() if alias.endswith(LENGTHS)}
         lengths = {alias: one for alias, one in lengths.items() if alias + LENGTHS not in self.spec.inputs}
@@ -228,7 +229,7 @@ class FeatureSignature(Signature):
             raise invalid_argument(str(error)) from None
 
     def join(self, where: str, calls: Sequence[PredictCall]) -> tuple[Tensors, list[int]] | None:
-        """The inputs of all requests that are as they should be, made natively; the others are of -1 rows."""
+        """The natively converted inputs of all valid requests; the others count as -1 rows."""
         if self.reader is None:
             return None
         assert self.maker is not None
@@ -237,7 +238,7 @@ class FeatureSignature(Signature):
 
 
 def made_inputs(made: Any, maker: InputMaker, *, pin: bool = False) -> Inputs:
-    """What a native reader has read, as tensors; pinned, for a GPU to fetch them."""
+    """Inputs read by a native reader, as tensors; pinned for a GPU."""
     schema, total = maker.schema, made.total
     dense = torch.empty(total, len(schema.dense), device="cpu", pin_memory=pin)
     ids = torch.empty(made.ids, dtype=torch.int64, device="cpu", pin_memory=pin)
@@ -251,10 +252,10 @@ def made_inputs(made: Any, maker: InputMaker, *, pin: bool = False) -> Inputs:
 
 
 def request_reader(maker: InputMaker, known: Collection[str]) -> Any:
-    """A native reader of serialised requests, which makes of them what ``maker`` makes of their columns.
+    """A native reader of serialised requests, which converts them as ``maker`` converts their columns.
 
-    It leaves to `FeatureSignature.convert` what is not as it should be, or unusual. None where the name of an input
-    could also be that of a list's lengths.
+    It leaves invalid or unusual requests to `FeatureSignature.convert`. None if an input's name could also be the name
+    of a list's lengths.
     """
     schema = maker.schema
     lists = {maker.columns[name] for name in maker.listed}
@@ -277,9 +278,9 @@ def request_reader(maker: InputMaker, known: Collection[str]) -> Any:
 
 
 def _column(value: Any, lengths: Any, alias: str) -> Any:
-    """What `InputMaker` takes: of a list's rows the values that are there.
+    """Convert an input to the form that `InputMaker` accepts: of a list, only the values present in each row.
 
-    Rows of one length are filled up with empty texts or NaN at their end, or ``lengths`` says how many values each has.
+    Rows are padded to equal length with empty strings or NaN, or ``lengths`` has the number of values in each.
     """
     if isinstance(value, list):
         return value
@@ -289,7 +290,7 @@ def _column(value: Any, lengths: Any, alias: str) -> Any:
         value = value[:, 0]
     if value.ndim == 1:
         if lengths is not None:
-            raise invalid_argument(f"input {alias + LENGTHS!r} goes with values of shape [rows, values]")
+            raise invalid_argument(f"input {alias + LENGTHS!r} must come with values of shape [rows, values]")
         return list(value) if value.dtype == object else value
     if lengths is None and not value.shape[1]:
         counts = [0] * len(value)
@@ -309,7 +310,7 @@ def _column(value: Any, lengths: Any, alias: str) -> Any:
 def load_trained(
     directory: Path, manifest: Any, views: Mapping[str, TableView], placement: Placement = ON_CPU
 ) -> tuple[dict[str, Signature], None, TrainedProgram]:
-    """The signatures of an export of `shoal train`, one of raw values and one of ids; and its program."""
+    """The two signatures of a `shoal train` export, for raw values and for ids; and its program."""
     features = ServedFeatures.read(manifest.features, directory)
     makers = features.makers()
     try:
@@ -317,10 +318,10 @@ def load_trained(
         file = inside(directory, directory / manifest.program["file"])
         specs = {name: manifest.signatures[name] for name in makers}
         tables = {name: view.table for name, view in views.items()}
-        if lost := {one.table for one in features.pooling.values()} - tables.keys():
-            raise KeyError(*sorted(lost))
+        if missing := {one.table for one in features.pooling.values()} - tables.keys():
+            raise KeyError(*sorted(missing))
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{directory}: the manifest's program is broken: {error!r}") from None
+        raise DataError(f"{directory}: the manifest's program is malformed: {error!r}") from None
     exported = load_exported(file)
     library = library_of(directory, manifest.program, exported, placement)
     net, card = placed_net(exported, placement, library, graphs=all(bool(spec.row_wise) for spec in specs.values()))
@@ -345,12 +346,12 @@ def _add_native(
     exported: torch.export.ExportedProgram, program: TrainedProgram, signatures: Mapping[str, FeatureSignature],
     names: tuple[str, str], features: ServedFeatures, views: Mapping[str, TableView],
 ) -> None:  # fmt: skip
-    """Has the signatures answered without the interpreter, if that can be done."""
+    """Make the signatures answer without the interpreter, if possible."""
     log_odds = features.schema.log_odds
 
     def finish(plan: PlanBuilder, found: list[Value]) -> list[Value]:
         if len(found) != 1 or found[0].sizes:
-            raise NotNative("it does not give one logit per row")
+            raise NotNative("the net does not return one logit per row")
         logit = plan.map(Op.add, found[0], plan.number(log_odds)) if log_odds else found[0]
         return [logit, plan.map(Op.sigmoid, logit)]
 

@@ -1,7 +1,7 @@
-"""Warm-up: a version answers requests before it is offered to others, so that no caller waits for first times.
+"""Warm-up: a version answers requests before it is published, so that first-time work does not delay callers.
 
-Requests are those of ``assets.extra/tf_serving_warmup_requests``, TFRecords of ``PredictionLog`` as TensorFlow Serving
-has them; where there is no such file, one row without values for each signature that can be warmed.
+Requests come from ``assets.extra/tf_serving_warmup_requests``, TFRecords of ``PredictionLog`` as in TensorFlow Serving;
+without that file, each signature that can be warmed up gets one row without values.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shoal.serving.wire import read_fields
 log = logging.getLogger(__name__)
 
 FILE = Path("assets.extra") / "tf_serving_warmup_requests"
-MAX_RECORDS = 1000  # as TensorFlow Serving has it
+MAX_RECORDS = 1000  # as in TensorFlow Serving
 MAX_SECS = 60.0
 _PREDICT_LOG, _REQUEST = 6, 1
 
 
 def requests_in(file: Path) -> Iterator[PredictCall]:
-    """The Predict requests of a warm-up file, at most a thousand.
+    """The Predict requests in a warm-up file, at most a thousand.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the file is damaged.
     """
     data = file.read_bytes()
     try:
@@ -42,7 +42,7 @@ def requests_in(file: Path) -> Iterator[PredictCall]:
     except ValueError as error:
         raise DataError(f"{file} is damaged: {error}") from None
     if None in records or (used < len(data) and len(records) < MAX_RECORDS):
-        raise DataError(f"{file} is damaged: it has a record that is not whole")
+        raise DataError(f"{file} is damaged: it has an incomplete record")
     for record in records:
         for number, _, logged in read_fields(memoryview(record)):
             if number != _PREDICT_LOG or not isinstance(logged, memoryview):
@@ -53,9 +53,9 @@ def requests_in(file: Path) -> Iterator[PredictCall]:
 
 
 def warm_up(servable: Servable, directory: Path) -> int:
-    """Has a version answer its warm-up requests, and makes ready what a GPU needs; how many were answered.
+    """Let a version answer its warm-up requests and prepare the GPU; returns the number answered.
 
-    A request that fails is logged; the version is served all the same.
+    A request that fails is logged; the version is still served.
     """
     begin, answered = time.monotonic(), 0
     runs = _recorded(servable, directory / FILE) if (directory / FILE).is_file() else _made_up(servable)
@@ -65,7 +65,7 @@ def warm_up(servable: Servable, directory: Path) -> int:
                 run()
                 answered += 1
             except (ShoalError, ValueError, RuntimeError) as error:
-                log.warning("a warm-up request of signature %s failed: %s", name, error)
+                log.warning("a warm-up request for signature %s failed: %s", name, error)
             if time.monotonic() - begin > MAX_SECS:
                 log.warning("warm-up ended after %.0f s", MAX_SECS)
                 break
@@ -81,8 +81,8 @@ def _recorded(servable: Servable, file: Path) -> Iterator[tuple[str, Any]]:
     for call in requests_in(file):
         name = call.spec.signature_name or "serving_default"
         signature = servable.signatures.get(name)
-        if signature is None or signature.push or signature.waits:  # those that wait need servers that may not be there
-            log.info("a warm-up request of signature %r is left out", name)
+        if signature is None or signature.push or signature.waits:  # `waits`: it needs other servers
+            log.info("skipping a warm-up request for signature %r", name)
             continue
 
         def run(call: PredictCall = call, signature: Signature = signature) -> None:
@@ -107,7 +107,7 @@ def _empty(signature: Signature) -> dict[str, Any]:
     for alias, spec in signature.spec.inputs.items():
         dtype = torch_dtype(dtype_code(spec.dtype))
         if dtype is None or spec.shape is None:
-            raise DataError(f"input {alias!r} may be anything")
+            raise DataError(f"the signature does not fix the dtype and shape of input {alias!r}")
         fill = spec.padding if spec.padding is not None else 0
         inputs[alias] = torch.full(
             [1 if size is None else size for size in spec.shape], fill, dtype=dtype, device="cpu"

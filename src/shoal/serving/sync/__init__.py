@@ -1,1 +1,1 @@
-"""Fresh rows on their way from a trainer to replicas."""
+"""Sends fresh rows from a trainer to replicas."""

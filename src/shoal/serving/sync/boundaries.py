@@ -1,4 +1,4 @@
-"""`StepBoundaries`: when no optimizer is in the middle of a step, so that weights are copied as one step left them."""
+"""`StepBoundaries`: tracks optimizer steps, so that weights can be copied between steps."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch.optim import optimizer as optimizers
 T = TypeVar("T")
 
 WAIT_S = 1.0
-LATELY_S = 5.0
+RECENT_S = 5.0
 TRIES = 20
 
 
 class StepBoundaries:
-    """Follows the torch optimizers that change a net, by hooks around their steps, until `close`.
+    """Tracks the torch optimizers that change a net, through hooks around their steps, until `close`.
 
-    Where several optimizers step one after another, the last of them ends the step.
+    If several optimizers step one after another, the last of them ends the step.
 
     Args:
-        net: whose weights are copied.
+        net: the module whose weights are copied.
         at_end: called on the training thread after each step; it must return soon.
     """
 
@@ -32,7 +32,7 @@ class StepBoundaries:
         self._net, self._at_end = net, at_end
         self._begun = self._ended = 0
         self._ours: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-        self._cycle: list[int] = []  # the optimizers that have stepped, until one of them does so again
+        self._cycle: list[int] = []  # the optimizers that have stepped since one of them last repeated
         self._last: int | None = None
         self._ended_at = float("-inf")
         self._hooks = [
@@ -48,7 +48,7 @@ class StepBoundaries:
 
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._changes_net(optimizer):
-            self._begun = self._ended + 1  # one that raised before has ended, too
+            self._begun = self._ended + 1  # a step that raised has ended, too
 
     def _end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._changes_net(optimizer):
@@ -63,14 +63,14 @@ class StepBoundaries:
             self._at_end()
 
     def stepping(self) -> bool:
-        """Whether an optimizer has stepped lately, so that the next step will end soon."""
-        return time.monotonic() - self._ended_at < LATELY_S
+        """Whether an optimizer has stepped recently, so the next step should end soon."""
+        return time.monotonic() - self._ended_at < RECENT_S
 
-    def whole(self, copy: Callable[[], T]) -> T:
-        """What ``copy`` returns, copied while no optimizer steps. Any thread may call it.
+    def between_steps(self, copy: Callable[[], T]) -> T:
+        """Return the result of ``copy``, run between two optimizer steps. Any thread may call it.
 
-        On a thread of its own it copies again if a step began meanwhile. It gives up after some seconds of steps that
-        leave no room, or of a step that does not end, and returns what it has.
+        If a step of the training thread begins meanwhile, it copies again. If that happens for several seconds, or if a
+        step does not end, it returns its last copy.
         """
         for _ in range(TRIES):
             end = time.monotonic() + WAIT_S
@@ -83,20 +83,20 @@ class StepBoundaries:
         return copied
 
     def close(self) -> None:
-        """Follows them no longer."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
 
 class Due:
-    """Whether a round is wanted: a clock says so, and the training thread makes it at the end of a step."""
+    """A round that a timer requests and the training thread runs at the end of a step."""
 
     def __init__(self) -> None:
         self.wanted = False
         self.made = threading.Event()
 
     def ask(self, timeout_s: float) -> bool:
-        """Wants a round, and waits for it; whether it was made in time. Else it is not wanted any more."""
+        """Request a round and wait for it; returns whether it ran in time. If not, the request is withdrawn."""
         self.made.clear()
         self.wanted = True
         made = self.made.wait(timeout_s)

@@ -1,4 +1,4 @@
-"""Which ids changed at a source, and when: what one who has everything up to a stamp still lacks."""
+"""The ids that changed at a source, by stamp: those that a replica needs that is complete up to a stamp."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,18 +9,18 @@ from shoal.fid import distinct
 from shoal.stamps import Stamp
 
 Ids = dict[Any, np.ndarray]
-"""table, by name or number -> distinct int64 ids"""
+"""Table, by name or number -> distinct int64 ids."""
 
-MANY = 64
+MAX_ROUNDS = 64
 
 
 class History:
     """The ids of each round, newest last.
 
-    Holds at most ``capacity`` ids, or one round; beyond, the oldest rounds are forgotten.
+    Holds at most ``capacity`` ids, or one round; beyond that, the oldest rounds are dropped.
 
     Attributes:
-        floor: everything that changed after it is here.
+        floor: all changes after this stamp are here.
     """
 
     def __init__(self, floor: Stamp, capacity: int) -> None:
@@ -29,11 +29,11 @@ class History:
         self._rounds: list[tuple[Stamp, Ids]] = []
 
     def add(self, stamp: Stamp, ids: Mapping[Any, np.ndarray]) -> int:
-        """Adds a round; how many ids of older ones had to be forgotten for it."""
+        """Add a round; returns how many ids of older rounds were dropped for it."""
         found = {table: distinct(each) for table, each in ids.items() if len(each)}
         if found:
             self._rounds.append((stamp, found))
-        if len(self._rounds) > MANY or len(self) > self._capacity:
+        if len(self._rounds) > MAX_ROUNDS or len(self) > self._capacity:
             self._join()
         dropped = 0
         while len(self._rounds) > 1 and len(self) > self._capacity:
@@ -42,7 +42,7 @@ class History:
         return dropped
 
     def _join(self) -> None:
-        """Makes rounds of like size one, dated as the newer, but for the last: they are few then, and ids held once."""
+        """Merge rounds of similar size, except the last, under the newer stamp, so that few rounds remain."""
         joined: list[tuple[Stamp, Ids]] = []
         for stamp, ids in self._rounds[:-1]:
             joined.append((stamp, ids))
@@ -52,14 +52,14 @@ class History:
         self._rounds = joined + self._rounds[-1:]
 
     def since(self, stamp: Stamp) -> Ids | None:
-        """What changed after ``stamp``; None where that is not known any more."""
+        """The ids that changed after ``stamp``; None if that is no longer known."""
         if stamp < self.floor:
             return None
         rounds = [ids for at, ids in self._rounds if at > stamp]
         return rounds[0] if len(rounds) == 1 else merge(*rounds)
 
     def forget(self, stamp: Stamp) -> None:
-        """Everything up to ``stamp`` is not asked for any more."""
+        """Drop the changes up to ``stamp``; they are not needed any more."""
         if stamp > self.floor:
             self.floor = stamp
             self._rounds = [(at, ids) for at, ids in self._rounds if at > stamp]
@@ -69,12 +69,12 @@ class History:
 
 
 def merge(*groups: Ids) -> Ids:
-    """The ids of all of them."""
+    """The union of the ids, by table."""
     tables = dict.fromkeys(table for each in groups for table in each)
     found = {table: [each[table] for each in groups if table in each] for table in tables}
     return {table: each[0] if len(each) == 1 else distinct(np.concatenate(each)) for table, each in found.items()}
 
 
 def count(ids: Ids) -> int:
-    """How many there are."""
+    """The number of ids."""
     return sum(map(len, ids.values()))

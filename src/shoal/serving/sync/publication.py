@@ -1,4 +1,4 @@
-"""What a publisher sends, and where it gets it from: the seam between those who learn and the replicas."""
+"""The interface between a publisher and its source: the changes to send, and where they come from."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,36 +11,36 @@ from shoal.stamps import Stamp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What changed at a source since it was asked last."""
+    """The changes at a source since the last call."""
 
     stamp: Stamp
-    """Of now: what is read before the next update is as new as this."""
+    """The current stamp; rows read before the next update have it."""
     ids: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """table -> distinct int64 ids on the CPU that were learnt, evicted, expired or erased; tables may be left out."""
+    """Table -> distinct int64 ids on the CPU that were learnt, evicted, expired or erased; tables may be omitted."""
     since: float = 0.0
-    """Unix time of the oldest of these changes, or a little before; 0 where there are none."""
+    """Unix time of the oldest of these changes, or slightly earlier; 0 if there are none."""
     weights: Mapping[str, torch.Tensor] | None = None
     """The dense weights if they changed: every parameter and buffer that the export's net has in its ``state_dict``,
-    under the names there, as copies on the CPU that nobody changes later. None: as they were."""
+    under the names there, as copies on the CPU that are not modified later. None: unchanged."""
     lost: bool = False
-    """Whether more was touched than could be kept: the publisher sends every row again."""
+    """Whether more ids changed than could be kept; the publisher then sends every row again."""
 
 
 class Source(Protocol):
-    """One who learns rows and weights: a trainer ("trainer", "trainer_1"), or a parameter server ("ps_0").
+    """A source of trained rows and weights: a trainer ("trainer", "trainer_1") or a parameter server ("ps_0").
 
     `Publisher` calls ``take`` and ``read`` in its ``round()``, on the caller's thread: a trainer calls that between two
-    steps. ``scan`` and ``owns`` are called by the publisher's own thread while the source goes on learning.
+    steps. ``scan`` and ``owns`` are called by the publisher's own thread while training continues.
     """
 
     @property
     def name(self) -> str:
-        """Distinct among the sources of a model, and the same in the next run."""
+        """The source's name: unique among a model's sources, and the same in every run."""
         ...
 
     @property
     def base(self) -> Stamp | None:
-        """Stamp of the checkpoint that this run continues from; None if the run began from nothing."""
+        """Stamp of the checkpoint that this run resumes from; None if it started from scratch."""
         ...
 
     @property
@@ -49,7 +49,7 @@ class Source(Protocol):
         ...
 
     def take(self) -> Changes:
-        """The changes since the last call, which the source then forgets."""
+        """Return the changes since the last call and forget them."""
         ...
 
     def read(self, table: str, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,5 +64,5 @@ class Source(Protocol):
         ...
 
     def owns(self, table: str, ids: torch.Tensor) -> torch.Tensor:
-        """bool ``[n]``: which ids are this source's to learn; a parameter server has those of its shard."""
+        """bool ``[n]``: the ids that this source trains; a parameter server has those of its shard."""
         ...

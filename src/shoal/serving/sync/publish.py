@@ -1,4 +1,4 @@
-"""`publish`: keeps serving replicas up to date with tables and a model that are being trained."""
+"""`publish`: keeps serving replicas up to date while tables and a model are trained."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ log = logging.getLogger(__name__)
 
 
 class Targets(Protocol):
-    """The addresses of live replicas, asked for before each round."""
+    """The addresses of live replicas, queried before each round."""
 
     def __call__(self) -> list[str]: ...
     def close(self) -> None: ...
 
 
 class Publication:
-    """What `publish` returns: sends rounds of pushes until `close`. A context manager. Any thread may call it.
+    """Sends rounds of pushes until `close`; returned by `publish`. A context manager. Any thread may call it.
 
     Args:
         publisher: sends the changes of a source.
-        source: what is published.
-        targets: where to.
-        every_s: seconds between rounds, which a thread makes; None: `round` makes them.
-        call: how a round is called; in it nobody writes, where rows of one step are wanted.
-        servers: parameter servers that send their own rows beside it.
-        net: whose optimizers' steps the rounds of the thread keep out of; None: of none.
+        source: the tables and weights to publish.
+        targets: the replicas to send to.
+        every_s: seconds between rounds, which a background thread runs; None: the caller runs them with `round`.
+        call: runs a round; it blocks writers if all rows must be of the same step.
+        servers: parameter servers that send their own rows.
+        net: the background thread's rounds do not run during its optimizers' steps; None: they run at any time.
     """
 
     def __init__(
@@ -63,33 +63,33 @@ class Publication:
         self.publisher, self.source = publisher, source
         self._targets, self._call, self._every_s = targets, call, every_s
         self.paced = False
-        """Whether the thread makes rounds only when it is nudged."""
+        """Whether the thread runs rounds only when `nudge` is called."""
         self._one_round = threading.Lock()
         self._stop = threading.Event()
         self._now = threading.Event()
         self._due = Due()
         self._boundaries: StepBoundaries | None = None
         if net is not None:
-            self._boundaries = StepBoundaries(net, self._at_the_end_of_a_step)
-            source.whole = self._boundaries.whole
+            self._boundaries = StepBoundaries(net, self._on_step_end)
+            source.between_steps = self._boundaries.between_steps
         self._thread: threading.Thread | None = None
         if every_s is not None:
             self._thread = threading.Thread(target=self._loop, name=f"publish-{source.name}", daemon=True)
             self._thread.start()
 
     def round(self) -> bool:
-        """Copies and sends what changed. Returns False if the last round is still being sent; the next one has it all.
+        """Copy and send the changes. Returns False if the last round is still being sent; a later one then has them.
 
-        Between two steps it copies rows and weights of one step. Sending is done by another thread.
+        Called between two steps, it copies rows and weights of the same step. Another thread sends them.
         """
         with self._one_round:
             return self._call(self.publisher.round)
 
     def flush(self, timeout: timedelta | float = 60.0) -> None:
-        """Blocks until every live replica has everything up to now. Call it between two steps.
+        """Block until every live replica has all changes made so far. Call it between two steps.
 
         Raises:
-            DeadlineError: one does not have it in time; the message says which, and why.
+            DeadlineError: a replica did not get them in time; the message says which, and why.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         end = time.monotonic() + seconds
@@ -102,7 +102,7 @@ class Publication:
             raise DeadlineError(str(error)) from error
 
     def nudge(self) -> None:
-        """Makes the thread send a round at once."""
+        """Make the background thread send a round now."""
         self._now.set()
 
     def status(self) -> list[PublisherStatus]:
@@ -110,11 +110,11 @@ class Publication:
         return [self.publisher.status(), *(one for servers in self.servers for one in servers.status())]
 
     def exported(self, version: int, stamp: Stamp) -> None:
-        """Says that an export with everything up to ``stamp`` exists; see `Publisher.exported`."""
+        """Report that an export with all changes up to ``stamp`` exists; see `Publisher.exported`."""
         self.publisher.exported(version, stamp)
 
     def close(self) -> None:
-        """Ends the rounds. Changes that were not sent yet are not sent; call `flush` first to send them."""
+        """Stop the rounds. Unsent changes are dropped; call `flush` first to send them."""
         self._stop.set()
         self._now.set()
         self._due.made.set()
@@ -145,7 +145,7 @@ class Publication:
             next_at = max(next_at + self._every_s, time.monotonic())
             steps = self._boundaries
             made = steps is not None and steps.stepping() and self._due.ask(self._every_s)
-            if not made and not self._stop.is_set():  # nobody steps now
+            if not made and not self._stop.is_set():  # no optimizer step is running now
                 self._try_round()
 
     def _try_round(self) -> None:
@@ -157,9 +157,9 @@ class Publication:
         except Exception:
             log.exception("%s: a round of pushes failed", self.source.name)
 
-    def _at_the_end_of_a_step(self) -> None:
-        """Makes the round that is due, on the thread that trains."""
-        if self._due.wanted and self._one_round.acquire(blocking=False):  # else somebody flushes
+    def _on_step_end(self) -> None:
+        """Run the round that is due, on the training thread."""
+        if self._due.wanted and self._one_round.acquire(blocking=False):  # otherwise a flush is running
             self._one_round.release()
             self._due.wanted = False
             self._try_round()
@@ -179,33 +179,33 @@ def publish(
     base: Stamp | None = None,
     security: ClientSecurity | None = None,
 ) -> Publication:
-    """Sends tables and weights to the replicas of a model while they are trained. Works with every kind of table.
+    """Send tables and weights to a model's replicas while they are trained. Works with every kind of table.
 
-    Rows that were written since the last round are sent, those that were erased, evicted or have expired leave the
-    replicas, and weights go with the rows of the same round, all at once::
+    Each round sends the rows written since the last one, removes erased, evicted and expired rows from the replicas,
+    and updates the weights; a replica applies all of it at once::
 
         with shoal.serving.publish(model, registry="dir:///srv/registry", model="ctr"):
             train(model)
 
-    Tables on the CPU, on a GPU or cached there are followed as they are. Of an `AllToAllHashTable` each rank calls this
-    and sends the rows that it has, rank 0 the weights, too. Of tables on parameter servers each server sends its own
-    rows (`shoal ps --publish`, or from here where the servers allow it), and this process the weights.
+    Tables can be on the CPU, on a GPU or cached there. With an `AllToAllHashTable`, every rank calls this and sends its
+    own rows; rank 0 also sends the weights. With tables on parameter servers, each server sends its own rows (`shoal ps
+    --publish`, or started from here if the servers allow it), and this process sends the weights.
 
     Args:
-        model_or_tables: an `nn.Module` with tables, a table, a list of tables, or tables by the names that the export
-            has.
-        registry: where `shoal serve --registry` enters its replicas: ``dir:///path``, a folder, ``zk://host:port``.
-        targets: addresses of replicas, in place of a registry.
-        model: the name that the replicas serve it by.
-        every: time between rounds, such as ``"1s"``; None: rounds are made by `Publication.round`, which copies rows
-            and weights of one step where it is called between two steps. A round that is due is copied by the training
-            thread, at the end of the step of a torch optimizer that changes the net, so that it has rows and weights of
-            one step, too. Where no optimizer steps for that long, a thread copies it.
-        net: whose weights the export has, by its names; by default the model.
-        name: of this source among those of the model.
+        model_or_tables: an `nn.Module` with tables, a table, a list of tables, or a dict of tables by their names in
+            the export.
+        registry: the registry of `shoal serve --registry`: ``dir:///path``, a folder, ``zk://host:port``.
+        targets: addresses of replicas, instead of a registry.
+        model: the name under which replicas serve it.
+        every: time between rounds, such as ``"1s"``. A round that is due is copied by the training thread at the end of
+            a step of a torch optimizer that changes the net, so its rows and weights are of the same step; if no
+            optimizer steps for that long, a background thread copies it. None: call `Publication.round` between two
+            steps yourself.
+        net: the module whose weights are in the export, under its parameter names; by default the model.
+        name: this source's name, unique among the model's sources.
         run: the number of this run (`shoal.stamps.new_run`).
-        base: the stamp of the checkpoint that the tables were loaded from. Without it replicas take nothing that they
-            have from earlier runs for granted.
+        base: the stamp of the checkpoint that the tables were loaded from. Without it, nothing that replicas have from
+            earlier runs is trusted.
     """
     tables = tables_of(model_or_tables)
     clients = {id(client): client for table in tables.values() if (client := client_of(table)) is not None}
@@ -214,7 +214,7 @@ def publish(
     if (registry is None) == (targets is None):
         raise ConfigError("publish: exactly one of registry and targets must be given")
     if not model:
-        raise ConfigError("publish: model must be the name that the replicas serve, got none")
+        raise ConfigError("publish: model must be the name under which replicas serve it, got none")
     every_s = seconds_of(every, "publish: every")
     dense = net if net is not None else model_or_tables if isinstance(model_or_tables, nn.Module) else None
     here = {key: table for key, table in tables.items() if client_of(table) is None}
@@ -251,7 +251,7 @@ def publish_source(
     servers: Sequence[ServersPublication] = (),
     net: nn.Module | None = None,
 ) -> Publication:
-    """A publication of a source; see `publish` and `Publication`."""
+    """Start a publication of a source; see `publish` and `Publication`."""
     where: Targets = RegistryTargets(registry, model) if registry is not None else FixedTargets(targets or ())
     try:
         publisher = Publisher(source, where, model=model, security=security)
@@ -263,7 +263,7 @@ def publish_source(
 
 
 def tables_of(model_or_tables: Any) -> dict[str, Any]:
-    """The tables of a model, by name."""
+    """Name -> table of a model."""
     if isinstance(model_or_tables, nn.Module):
         found: dict[str, Any] = {}
         for module in model_or_tables.modules():
@@ -292,8 +292,8 @@ def client_of(table: Any) -> PsClient | None:
 
 
 def _local(table: Any) -> HashTable:
-    """The rows of this process."""
-    inner = getattr(table, "table", table)  # of a table over all ranks
+    """The part of a table in this process."""
+    inner = getattr(table, "table", table)  # the local part of a table that is spread over all ranks
     if not isinstance(inner, HashTable):
         raise ConfigError(
             f"table {getattr(table, 'name', table)!r} of type {type(table).__name__} has no rows in this process"
@@ -302,10 +302,10 @@ def _local(table: Any) -> HashTable:
 
 
 def _part_of(tables: Mapping[str, Any]) -> tuple[int, int]:
-    """(rank, ranks) that the rows are spread over."""
+    """(rank, number of ranks) over which the rows are spread."""
     parts = {(getattr(one, "rank", 0), getattr(one, "world_size", 1)) for one in tables.values()}
     if len(parts) > 1:
-        raise ConfigError("publish: all tables must be spread over the same ranks; publish the others by themselves")
+        raise ConfigError("publish: all tables must be spread over the same ranks; publish the others separately")
     return next(iter(parts), (0, 1))
 
 

@@ -50,19 +50,20 @@ class _Job:
 
 
 class Publisher:
-    """Sends what changes at a source to every live replica; a thread of its own does the sending.
+    """Sends the changes of a source to every live replica, from its own thread.
 
     Args:
-        source: who learns.
-        targets: the addresses ``host:port`` of the live replicas, or a function that tells them; the thread asks it in
-            each round.
-        model: the name that the replicas serve the model by.
-        security: what to show to the replicas.
-        history: ids kept for replicas that start late or were out of reach; beyond, they are sent every row.
+        source: the source of the changes.
+        targets: the addresses ``host:port`` of the live replicas, or a function that returns them; the thread calls it
+            in each round.
+        model: the name under which replicas serve the model.
+        security: the credentials to present to replicas.
+        history: number of ids kept for replicas that start late or were unreachable; beyond that, they are sent every
+            row.
         timeout_s: for one round to one replica.
-        connect: address -> what speaks to the replica there; by default `Target`.
+        connect: address -> the connection to that replica; by default `Target`.
         backlog_rows: rows that one round reads for a replica that catches up.
-        forgot: told how many ids the history had no room for.
+        forgot: called with the number of ids that the history dropped.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Publisher:
         return True
 
     def run(self) -> None:
-        """One whole round on the calling thread: asks for the targets, copies what changed and sends it to all of them.
+        """Run a complete round on the calling thread: get the targets, copy the changes and send them to all.
 
         Returns when all have answered; `status` says what they have. Do not mix it with `round`.
         """
@@ -140,11 +141,11 @@ class Publisher:
         self._rounds += bool(works)
 
     def forget_targets(self) -> None:
-        """There are no replicas for now: those that come are new. Changes stay at the source."""
+        """Drop all replicas; any that appear later are new. Changes stay at the source."""
         self._replace({}, {})
 
     def _note(self) -> Changes:
-        """Takes what changed and writes it down."""
+        """Take the source's changes and record them."""
         changes = self._source.take()
         first = self._history is None
         if self._history is None or changes.stamp.run != self._run:  # the first round, or the source was rolled back
@@ -153,15 +154,15 @@ class Publisher:
             self._times = []
         if changes.lost:
             if first:
-                log.info("%s: replicas are sent every row, then what changes", self._source.name)
+                log.info("%s: sending replicas every row, then the changes", self._source.name)
             else:
-                log.warning("%s: more was learnt than was kept track of; every row is sent again", self._source.name)
+                log.warning("%s: more changed than is tracked; sending every row again", self._source.name)
             self._history = History(changes.stamp, self._capacity)
         self._stamp = changes.stamp
         if changes.since:
             self._times.append((changes.stamp, changes.since))
             if len(self._times) > MANY_TIMES:
-                del self._times[1]  # the oldest one stays: what is reported may be older than it was, never newer
+                del self._times[1]  # the oldest one stays: the reported age may be too high, never too low
         self._weights = changes.weights if changes.weights is not None else self._weights
         fresh = {table: ids.numpy() for table, ids in changes.ids.items() if len(ids)}
         if dropped := self._history.add(changes.stamp, fresh):
@@ -173,7 +174,7 @@ class Publisher:
         return changes
 
     def _plan(self, changes: Changes) -> _Job:
-        """Who gets what, with the rows read."""
+        """Plan what each replica gets, and read the rows."""
         assert self._history is not None
         job = _Job(changes.stamp)
         wanted: dict[str, Ids] = {}
@@ -196,16 +197,16 @@ class Publisher:
         return job
 
     def _lacks_since(self, replica: Replica) -> float:
-        """Unix time of the oldest change that a replica lacks; 0 where that is not known."""
+        """Unix time of the oldest change that a replica lacks; 0 if unknown."""
         first = next((since for stamp, since in self._times if stamp > replica.since), 0.0)
         return min(filter(None, (first, replica.backlog_since)), default=0.0)
 
     def _read(self, job: _Job, wanted: dict[str, Ids], leftovers: dict[str, Ids]) -> None:
-        """Reads every row that a replica wants once; replicas that want the same get the same package."""
+        """Read each wanted row once; replicas that want the same rows share a package."""
         built: list[tuple[Ids, Package]] = []
         every = merge(*wanted.values())
         rows = {table: self._source.read(table, torch.from_numpy(ids)) for table, ids in every.items() if len(ids)}
-        read_at = time.time()  # after the reading: an export that was begun later has none of these rows older
+        read_at = time.time()  # after reading: an export that begins later has these rows or newer ones
         for address, ids in wanted.items():
             package = next((package for same, package in built if _equal(same, ids)), None)
             if package is None:
@@ -228,7 +229,7 @@ class Publisher:
             job.packages[address] = (package, leftovers[address], self._lacks_since(self._replicas[address]))
 
     def _forget(self) -> None:
-        """Forgets ids that are on all replicas and in all exports that a replica may start from."""
+        """Drop ids that are on all replicas and in all exports that a replica may start from."""
         assert self._history is not None
         have = [replica.since for replica in self._replicas.values()]
         if have:
@@ -237,10 +238,10 @@ class Publisher:
                 self._history.forget(min(self._exported, *have))
 
     def flush(self, timeout_s: float = 60.0) -> None:
-        """Sends rounds until every live replica has everything up to now. Call it between two steps.
+        """Send rounds until every live replica has all changes made so far. Call it between two steps.
 
         Raises:
-            TimeoutError: names the replicas that do not have it, and why.
+            TimeoutError: names the replicas that lack changes, and why.
         """
         end = time.monotonic() + timeout_s
         first: Stamp | None = None
@@ -269,18 +270,18 @@ class Publisher:
         ]
 
     def exported(self, version: int, stamp: Stamp) -> None:
-        """Says that an export with everything up to ``stamp`` exists; replicas that start later start from it."""
+        """Report an export with all changes up to ``stamp``; replicas that start later start from it."""
         log.info("%s: replicas start with version %d from now on", self._source.name, version)
         self.forget(stamp)
 
     def forget(self, stamp: Stamp) -> None:
-        """Says that no replica will ask for changes up to ``stamp``; those that the replicas of now lack are kept."""
+        """Report that no replica will ask for changes up to ``stamp``; those that current replicas lack are kept."""
         with self._changed:
             self._exported = stamp
 
     @property
     def floor(self) -> Stamp:
-        """It is known what changed after this stamp."""
+        """All changes after this stamp are known."""
         return Stamp(self._run, -1) if self._history is None else self._history.floor
 
     def status(self) -> PublisherStatus:
@@ -358,7 +359,7 @@ class Publisher:
             wanted = list(dict.fromkeys(self._targets()))
         except Exception as error:
             self._targets_error = f"the targets cannot be asked for: {error}"
-            log.exception("%s: the targets cannot be asked for; rounds go to those that were known", self._source.name)
+            log.exception("%s: cannot look up the targets; sending rounds to the last known ones", self._source.name)
             return
         replicas = {each: self._replicas[each] for each in wanted if each in self._replicas}
         broken: dict[str, str] = {}
@@ -380,7 +381,7 @@ class Publisher:
             replica.target.close()
 
     def _serve(self, address: str, replica: Replica, job: _Job) -> None:
-        """Sends one replica its part of a round, and first asks what it has if that is unknown."""
+        """Send one replica its part of a round; if its state is unknown, ask for that first."""
         try:
             if replica.greeted != job.stamp.run:
                 replica.session = None  # the source was rolled back
@@ -458,12 +459,14 @@ class Publisher:
                 for table in source.tables
             }
             replica.since, replica.backlog = stamp, merge(ids, self._own(session, everything.listed))
-            log.info("%s: it is not known what %s lacks: it is sent all %d rows", source.name, replica.target.address,
-                     count(replica.backlog))  # fmt: skip
+            log.info(
+                "%s: the changes missing at %s are unknown; sending it all %d rows",
+                *(source.name, replica.target.address, count(replica.backlog)),
+            )
         replica.session = session
 
     def _went_on(self, have: Stamp | None, exported: Stamp | None, base: Stamp | None) -> bool:
-        """Whether a replica of an earlier run lacks no more than this run's changes and what it lists itself."""
+        """Whether a replica from an earlier run lacks only this run's changes and the ids that it lists itself."""
         assert self._history is not None
         if have is None or base is None or self._history.floor > Stamp(self._run, -1):
             return False

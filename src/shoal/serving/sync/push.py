@@ -1,25 +1,18 @@
-"""One push as an RPC: the Predict call it becomes, the client that sends it, the JSON that reports it."""
+"""A push as a message: the Predict call that carries it, and its metadata."""
 
 import contextvars
-import logging
 import math
-import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-import grpc
 import numpy as np
-from google.protobuf import json_format
 
-from shoal.errors import DataError
 from shoal.observe import audit
-from shoal.proto.serving.parameter_sync_pb2 import PushRequest, PushResponse, PushResult
-from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse, PredictRequest
-from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, decode_response, encode_request, model_spec
-from shoal.serving.security import PUSH_MESSAGE_BYTES, ClientSecurity, open_channel
-from shoal.serving.status import Code, StatusError, from_rpc_error, invalid_argument
-from shoal.serving.sync.quantise import asked_by, encoders, fingerprint
+from shoal.proto.serving.parameter_sync_pb2 import PushRequest
+from shoal.proto.serving.tf_serving_pb2 import PredictRequest
+from shoal.serving.predict import encode_request, model_spec
+from shoal.serving.status import invalid_argument
 from shoal.serving.sync.split import DeltaBatch
 from shoal.serving.tensors import tensor_chunks
 from shoal.stamps import Stamp
@@ -37,11 +30,10 @@ INSTANCE = "shoal-instance"
 """Trailing metadata of an answer to a push: the process that took it."""
 
 SOURCE, RUN, STEP, ROUND = "shoal-source", "shoal-run", "shoal-step", "shoal-round"
-"""Who learnt what is pushed, how new it is, and the round that it is a part of: it is applied when that is whole."""
+"""The push's source, its stamp, and its round; a push is applied when its round is complete."""
 
 VERSION, REPLICA = "shoal-version", "shoal-replica"
-"""The version of the model that a push is for, and the loading of it, which a replica names in its answer to a hello.
-Where they are others by now, the push is refused, and the trailing metadata says which."""
+"""The model version that a push is for, and its loading, from the answer to a hello; any other refuses the push."""
 
 DELETED = "shoal-deleted"
 """Present if the push deletes its ids; it then has no values."""
@@ -68,7 +60,7 @@ class PushInfo:
     replica: str = ""
     deleted: bool = False
     model: str = ""
-    """The model, who pushes and from where: as the server knows them, not as the sender says."""
+    """The model, the caller and its address, as verified by the server, not as claimed by the sender."""
     identity: str = ""
     peer: str = ""
 
@@ -77,7 +69,7 @@ class PushInfo:
         return Stamp(self.run, self.step)
 
     def record(self, version: int, **what: Any) -> None:
-        """An audit line about this push, which was applied to a version."""
+        """Write an audit line for this push, which was applied to a version."""
         audit.record(
             "push", who=self.identity, peer=self.peer, model=self.model, version=version, source=self.source,
             run=self.run or None, step=self.step or None, round=self.round, **what,
@@ -125,20 +117,6 @@ push_info: contextvars.ContextVar[PushInfo] = contextvars.ContextVar("shoal_push
 """Of the push that is being applied."""
 
 
-log = logging.getLogger(__name__)
-
-REFUSALS = (Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION)
-"""A replica's answer to values in a form that it does not accept."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """How a version of a replica's model wants values: alias -> codec, empty for plain floats."""
-
-    codecs: Mapping[str, str] = field(default_factory=dict)
-    version: int | None = None
-
-
 def push_request_to_predict(request: PushRequest) -> tuple[PredictRequest, int]:
     """(the Predict call that carries a push, its number of fids).
 
@@ -178,107 +156,3 @@ def encode_push(batch: DeltaBatch, codecs: dict[str, Any] | None = None) -> tupl
             inputs[f"{delta.unique_id}_id"] = tensor_chunks(np.ascontiguousarray(delta.fids))
             inputs[f"{delta.unique_id}_value"] = encode(np.ascontiguousarray(delta.values))
     return encode_request(model_spec(batch.model_name, batch.signature_name), inputs), sum(counts)
-
-
-class PushClient:
-    """Pushes to one target over gRPC; a failed RPC becomes a response, never an exception.
-
-    With ``quantise`` values go in the form that the target stores. It is asked at the first push, and again after it
-    has refused one or has answered as another version.
-    """
-
-    def __init__(self, target: str, security: ClientSecurity | None = None, quantise: bool = False) -> None:
-        self.target = target
-        self.instance = ""
-        """The process that answered last, if it said so."""
-        self._quantise = quantise
-        self._forms: dict[tuple[str, str], _Form] = {}
-        self._security = security
-        self._channel: Any = None
-        self._open()
-        self._logged = float("-inf")
-
-    def push(
-        self, request: PushRequest | DeltaBatch, touched_at: float | None = None, timeout: float | None = None
-    ) -> PushResponse:
-        """Sends one part. ``touched_at``: Unix seconds of its oldest gradient; ``timeout`` caps the request's own."""
-        batch = DeltaBatch.of(request) if isinstance(request, PushRequest) else request
-        seconds = batch.timeout_in_ms / 1000
-        end = time.monotonic() + (seconds if timeout is None else min(seconds, timeout))
-        form = self._form(batch, end)
-        total, status = self._send(batch, form, touched_at or 0.0, end)
-        if status is not None and form.codecs and status.code in REFUSALS:
-            self._forms.clear()
-            now = self._form(batch, end)  # a version that stores rows in another form may have taken over
-            if now.codecs != form.codecs:
-                total, status = self._send(batch, now, touched_at or 0.0, end)
-        if status is None:
-            return PushResponse(status_code=0, error_message="", update_num=total)
-        if time.monotonic() - self._logged > 10:
-            self._logged = time.monotonic()
-            log.warning("push to %s failed: %d %s", self.target, status.code, status.message)
-        return PushResponse(status_code=status.code, error_message=status.message, update_num=0)
-
-    def _send(self, batch: DeltaBatch, form: _Form, touched_at: float, end: float) -> tuple[int, StatusError | None]:
-        """(number of fids, what went wrong)."""
-        payload, total = encode_push(batch, encoders(form.codecs))
-        info = PushInfo(touched_at=touched_at, read_at=batch.read_at, codec=fingerprint(form.codecs))
-        again = True
-        while True:
-            left = max(0.001, end - time.monotonic())
-            try:
-                answer, call = self._predict.with_call(payload, timeout=left, metadata=info.metadata())
-            except grpc.RpcError as error:
-                status = from_rpc_error(error)
-            else:
-                self.instance = dict(call.trailing_metadata() or ()).get(INSTANCE, "")
-                self._notice_version(answer, form)
-                return total, None
-            if status.code != Code.UNAVAILABLE:
-                return total, status
-            try:
-                self._open()  # a channel that failed waits before it connects again; the server may be back
-            except Exception as error:
-                log.warning("the channel to %s could not be opened again: %s", self.target, error)
-                return total, status
-            if not again or time.monotonic() >= end:
-                return total, status
-            again = False
-
-    def _open(self) -> None:
-        """Replaces the channel by a new one; keeps the old one if no new one can be opened."""
-        former, self._channel = self._channel, open_channel(self.target, PUSH_MESSAGE_BYTES, self._security)
-        self._predict = self._channel.unary_unary(PREDICT)
-        if former is not None:
-            former.close()
-
-    def _notice_version(self, answer: bytes, form: _Form) -> None:
-        """Forgets the form of values if another version answered than the one that was asked."""
-        if self._forms and decode_response(answer)[0].version.value != form.version:
-            self._forms.clear()
-
-    def _form(self, batch: DeltaBatch, end: float) -> _Form:
-        """The form in which the replica wants values. Asks if it is unknown; plain floats if there is no answer."""
-        key = (batch.model_name, batch.signature_name)
-        if self._quantise and key not in self._forms:
-            request = GetModelMetadataRequest(metadata_field=["signature_def"])
-            request.model_spec.name = batch.model_name
-            call = self._channel.unary_unary(
-                GET_MODEL_METADATA, GetModelMetadataRequest.SerializeToString, GetModelMetadataResponse.FromString
-            )
-            try:
-                response = call(request, timeout=min(1.0, max(0.001, end - time.monotonic())))
-                codecs = asked_by(response, batch.signature_name)
-            except (grpc.RpcError, DataError) as error:
-                log.info("%s did not say how it wants rows (%r); they go as floats", self.target, error)
-                return _Form()
-            self._forms[key] = _Form(codecs, response.model_spec.version.value)
-        return self._forms.get(key, _Form())
-
-    def close(self) -> None:
-        self._channel.close()
-
-
-def result_json(result: PushResult) -> str:
-    """The result as JSON with the fields' proto names; fields that were set are printed even at their default."""
-    return json_format.MessageToJson(result, preserving_proto_field_name=True)

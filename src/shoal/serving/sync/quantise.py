@@ -1,12 +1,12 @@
-"""Pushes in the form that a replica stores: half floats or one byte per weight, when the replica asks for it.
+"""Pushes in the form that a replica stores: half floats or one byte per weight, if the replica requests it.
 
-A replica asks in its metadata: the name of a ``T_value`` input is then ``T_value:0|<codec>``. What arrives decodes to
-exactly what encoding the full-precision row would have stored.
+A replica requests it in its metadata: the name of a ``T_value`` input is then ``T_value:0|<codec>``. The values decode
+to exactly what the replica would have stored from the full-precision row.
 
-A push says which codecs it used, and a replica that has others by now refuses it: see :func:`fingerprint`.
+A push identifies its codecs by a :func:`fingerprint`; a replica whose codecs have changed refuses it.
 
 A multi-table's ``flat_value`` names a codec for each sub-table, ``flat_value:0|<codec>;<codec>;...`` (empty = plain
-floats). Its values then travel as ``uint8``: the bytes of each sub-table's values in its own form, one after another.
+floats). Its values are then sent as ``uint8``: the bytes of each sub-table's values in its own form, one after another.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ HALF = "half"
 
 
 def asked(config: Any) -> str:
-    """What a serving table asks for: ``half``, ``fixed_r8:<r>``, ``one_bit:<amplitude>``, or "" for plain floats."""
+    """A serving table's codec: ``half``, ``fixed_r8:<r>``, ``one_bit:<amplitude>``, or "" for plain floats."""
     segments = config.entry_config.segments
     codecs = {_codec(segment.comp_config) for segment in segments}
     return codecs.pop() if len(codecs) == 1 else ""
@@ -43,12 +43,12 @@ def _codec(config: Any) -> str:
 
 
 def wire_dtype(codec: str) -> str:
-    """The dtype that values of a codec travel in."""
+    """The dtype in which a codec's values are sent."""
     return "float" if not codec else HALF if codec == HALF else "int8"
 
 
 def _content(codec: str, values: np.ndarray) -> bytes:
-    """float32 values in a codec's form, little-endian."""
+    """Encode float32 values, little-endian."""
     kind, _, number = codec.partition(":")
     if not kind:
         return values.astype("<f4", copy=False).tobytes()
@@ -64,23 +64,23 @@ def _content(codec: str, values: np.ndarray) -> bytes:
 
 
 def encoder(codec: str) -> Callable[[np.ndarray], bytes]:
-    """float32 ``[k, dim]`` to a serialised TensorProto."""
+    """The function that encodes float32 values ``[k, dim]`` as a serialised TensorProto."""
     return lambda values: encode_content(wire_dtype(codec), values.shape, _content(codec, values))
 
 
 def asked_multi(configs: Sequence[Any]) -> str:
-    """What the sub-tables of a serving multi-table ask for, in their order; "" when all take plain floats."""
+    """The codecs of a serving multi-table's sub-tables, in order; "" if all use plain floats."""
     codecs = [asked(config) for config in configs]
     return ";".join(codecs) if any(codecs) else ""
 
 
 def multi_encoder(codecs: str) -> Callable[[Sequence[np.ndarray]], bytes]:
-    """The float32 values of each sub-table to a serialised TensorProto of bytes."""
+    """The function that encodes the float32 values of each sub-table as one serialised TensorProto of bytes."""
     kinds = codecs.split(";")
 
     def encode(tables: Sequence[np.ndarray]) -> bytes:
         if len(tables) != len(kinds):
-            raise DataError(f"a replica asks for {len(kinds)} sub-tables, the push has {len(tables)}")
+            raise DataError(f"the replica has {len(kinds)} sub-tables, but the push has {len(tables)}")
         content = b"".join(_content(codec, values) for codec, values in zip(kinds, tables, strict=True))
         return encode_content("uint8", (len(content),), content)
 
@@ -88,12 +88,12 @@ def multi_encoder(codecs: str) -> Callable[[Sequence[np.ndarray]], bytes]:
 
 
 def multi_bytes(codecs: str, counts: Sequence[int]) -> list[int]:
-    """Bytes that each sub-table's values take, given how many values each has."""
+    """The encoded size of each sub-table's values in bytes, given how many values each has."""
     return [_WIDTH[wire_dtype(codec)] * count for codec, count in zip(codecs.split(";"), counts, strict=True)]
 
 
 def decode_multi(codecs: str, counts: Sequence[int], packed: torch.Tensor) -> torch.Tensor:
-    """What arrived as bytes, as float32 values one after another."""
+    """Decode received bytes to consecutive float32 values."""
     parts = packed.split(multi_bytes(codecs, counts))
     return torch.cat(
         [
@@ -108,7 +108,7 @@ _WIDTH = {name: dtype.itemsize for name, dtype in _DTYPE.items()}
 
 
 def decode(codec: str, values: torch.Tensor) -> torch.Tensor:
-    """What arrived, as float32."""
+    """Decode received values to float32."""
     kind, _, number = codec.partition(":")
     if values.dtype == torch.int8:
         return values.float() * (float(number) / 128 if kind == "fixed_r8" else float(number))
@@ -116,7 +116,7 @@ def decode(codec: str, values: torch.Tensor) -> torch.Tensor:
 
 
 def known(codec: str) -> bool:
-    """Whether this process can encode in a codec, or in each of those of a multi-table."""
+    """Whether this process has a codec, or all codecs of a multi-table."""
     return all(_known(each) for each in codec.split(";"))
 
 
@@ -131,10 +131,10 @@ def _known(codec: str) -> bool:
 
 
 def asked_by(response: GetModelMetadataResponse, signature: str) -> dict[str, str]:
-    """alias -> codec for the inputs of a signature that a replica wants in another form than floats."""
+    """Alias -> codec of the inputs of a signature that a replica does not want as plain floats."""
     signatures = SignatureDefMap()
     if not response.metadata["signature_def"].Unpack(signatures):
-        raise DataError("the replica's metadata holds no signatures")
+        raise DataError("the replica's metadata has no signatures")
     inputs = signatures.signature_def[signature].inputs
     asked_for = {alias: info.name.partition("|")[2] for alias, info in inputs.items()}
     return {alias: codec for alias, codec in asked_for.items() if codec and known(codec)}
@@ -146,7 +146,7 @@ def encoders(codecs: Mapping[str, str]) -> dict[str, Callable[[Any], bytes]]:
 
 
 def fingerprint(codecs: Mapping[str, str]) -> str:
-    """What a push says of its codecs (alias -> codec, without those that are plain floats): 16 hex digits.
+    """A push's fingerprint of its codecs (alias -> codec, without plain floats): 16 hex digits.
 
     >>> fingerprint({"T_value": "half"}) == fingerprint({"T_value": "fixed_r8:1.0"})
     False
@@ -157,18 +157,18 @@ def fingerprint(codecs: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_codecs(codecs: Mapping[str, str], inputs: Mapping[str, torch.Tensor], said: str) -> None:
-    """Raises failed precondition where encoded values came in other codecs than ``codecs``, those of this replica.
+def check_codecs(codecs: Mapping[str, str], inputs: Mapping[str, torch.Tensor], used: str) -> None:
+    """Raise FAILED_PRECONDITION if the values of a push are encoded with codecs other than this replica's ``codecs``.
 
-    ``said``: what the push says. Half floats need no word: they read the same everywhere.
+    ``used``: the push's fingerprint of its codecs. Half floats need none: they decode the same everywhere.
     """
     encoded = {alias: codec for alias, codec in codecs.items() if inputs[alias].dtype != torch.float32}
-    if not encoded or said == fingerprint(encoded) or (not said and set(encoded.values()) == {HALF}):
+    if not encoded or used == fingerprint(encoded) or (not used and set(encoded.values()) == {HALF}):
         return
-    theirs = f"other codecs (fingerprint {said})" if said else "codecs that the push does not name"
+    theirs = f"other codecs (fingerprint {used})" if used else "codecs that the push does not name"
     wanted = ", ".join(f"{alias} in {codec}" for alias, codec in sorted(encoded.items()))
     raise StatusError(
         Code.FAILED_PRECONDITION,
-        f"the values are encoded in {theirs}; this version takes {wanted} (fingerprint {fingerprint(encoded)}), "
-        "or float. Ask for its metadata again",
+        f"the values are encoded in {theirs}; this version accepts {wanted} (fingerprint {fingerprint(encoded)}), "
+        "or float; fetch its metadata again",
     )

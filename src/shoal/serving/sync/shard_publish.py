@@ -14,7 +14,6 @@ from shoal.sharded.ps.server.engine import Engine
 from shoal.sharded.ps.server.server import ParameterServer
 
 if TYPE_CHECKING:
-    from shoal.serving.security import ClientSecurity
     from shoal.serving.sync.publish import Publication
 
 FIELDS = ("registry", "targets", "model", "every_s", "paced")
@@ -22,24 +21,21 @@ KEPT = "publish.json"
 
 
 class ShardPublishing:
-    """What one server publishes: what it was started with, or what a worker asks for first.
+    """Publishes the rows of one server, with settings from its start or from the first worker that sends them.
 
-    Rounds are made between two writes, so that a round has the rows of one moment, under the number of the last write.
-    What a worker asked for is kept in the server's directory: one that comes back after a crash goes on with it.
+    Rounds are copied between two writes, so a round is a consistent state, stamped with the number of the last write. A
+    worker's settings are kept in the server's directory, so a server that restarts after a crash resumes with them.
 
     Args:
-        engine: of the server; before it recovers.
-        settings: ``registry`` or ``targets``, ``model`` and ``every_s``; None: until a worker says so, nothing is sent.
+        engine: the server's engine, before it recovers.
+        settings: ``registry`` or ``targets``, ``model`` and ``every_s``; None: a worker sends them later.
     """
 
-    def __init__(
-        self, engine: Engine, settings: dict[str, Any] | None = None, security: ClientSecurity | None = None
-    ) -> None:
-        self._engine, self._security = engine, security
-        kept = None if engine.checkpoints is None else engine.checkpoints.directory / KEPT
-        self._kept = kept
+    def __init__(self, engine: Engine, settings: dict[str, Any] | None = None) -> None:
+        self._engine = engine
+        self._kept = kept = None if engine.checkpoints is None else engine.checkpoints.directory / KEPT
         if settings is None and kept is not None and kept.exists():
-            with contextlib.suppress(OSError, ValueError):  # half written: the worker will ask again
+            with contextlib.suppress(OSError, ValueError):  # an incomplete file: a worker sends them again
                 settings = json.loads(kept.read_text())
         self.settings = None if settings is None else _checked(settings)
         self.server: ParameterServer | None = None
@@ -48,7 +44,7 @@ class ShardPublishing:
         self._source: TablesSource | None = None
         self._lock = threading.Lock()
         if self.settings is not None:
-            engine.loaded = lambda: self._follow(complete=True)  # what the log has since the checkpoint is told, too
+            engine.loaded = lambda: self._follow(complete=True)  # includes the log's changes since the checkpoint
 
     def _follow(self, complete: bool) -> None:
         shard = self._engine.shard
@@ -62,8 +58,8 @@ class ShardPublishing:
         )
 
     def start(self) -> None:
-        """Starts the rounds. Call it after the server has started."""
-        from shoal.serving.sync.publish import publish_source  # needs gRPC, which a server alone does not
+        """Start the rounds. Call it after the server has started."""
+        from shoal.serving.sync.publish import publish_source  # needs gRPC, which other servers can do without
 
         assert self.server is not None
         assert self.settings is not None
@@ -71,33 +67,31 @@ class ShardPublishing:
             self.server.between_writes(lambda: self._follow(complete=False))
         assert self._source is not None
         given = {name: value for name, value in self.settings.items() if name != "paced"}
-        self.publication = publish_source(
-            self._source, **given, security=self._security, call=self.server.between_writes
-        )
+        self.publication = publish_source(self._source, **given, call=self.server.between_writes)
         self.publication.paced = self.settings["paced"]
 
-    def ask(self, wish: dict[str, Any]) -> dict[str, Any]:
-        """What a worker asks for: settings to begin with, ``nudge`` for a round at once, or nothing; the status.
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Handle a worker's request: settings, ``nudge`` (run a round now), or neither; returns the status.
 
-        A server that publishes already goes on as it was told first; only ``paced`` is changed: with it rounds are made
-        when a worker nudges, not by the clock.
+        A server that already publishes keeps its first settings; only ``paced`` changes: with it, rounds run when a
+        worker nudges, not periodically.
 
         Raises:
-            ConfigError: the server publishes another model already.
+            ConfigError: the server already publishes another model.
         """
-        wish = dict(wish)
-        nudge = wish.pop("nudge", False)
+        request = dict(request)
+        nudge = request.pop("nudge", False)
         with self._lock:
-            if wish:
-                settings = _checked(wish)
+            if request:
+                settings = _checked(request)
                 if self.publication is None:
                     self.settings = settings
                     self.start()
                     self._keep()
                 elif self.settings is not None and settings["model"] != self.settings["model"]:
                     raise ConfigError(
-                        f"shard {self._engine.shard.index} publishes its rows for model {self.settings['model']!r} "
-                        f"already, asked for was {settings['model']!r}"
+                        f"shard {self._engine.shard.index} already publishes its rows for model "
+                        f"{self.settings['model']!r}, so it cannot publish them for {settings['model']!r}"
                     )
                 elif self.settings is not None and settings["paced"] != self.settings["paced"]:
                     self.settings = self.settings | {"paced": settings["paced"]}
@@ -118,7 +112,7 @@ class ShardPublishing:
             self._kept.write_text(json.dumps(self.settings))
 
     def close(self) -> None:
-        """Ends the rounds."""
+        """End the rounds."""
         if self.publication is not None:
             self.publication.close()
 
@@ -130,7 +124,7 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     if (found["registry"] is None) == (found["targets"] is None):
         raise ConfigError("PUBLISH: exactly one of registry and targets must be given")
     if not isinstance(found["model"], str) or not found["model"]:
-        raise ConfigError(f"PUBLISH: model must be the name that the replicas serve, got {found['model']!r}")
+        raise ConfigError(f"PUBLISH: model must be the name under which replicas serve it, got {found['model']!r}")
     if not isinstance(found["every_s"], int | float) or not 0 < found["every_s"] < float("inf"):
         raise ConfigError(f"every_s must be a number of seconds above 0, got {found['every_s']!r}")
     if not isinstance(found["paced"], bool):

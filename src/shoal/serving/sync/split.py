@@ -1,4 +1,4 @@
-"""Cutting a push into parts that fit a message: the fixed rule, and the halving that follows it."""
+"""Splits a push into parts that fit a message: first by a fixed rule, then by halving."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Delta:
 
 @dataclass(slots=True)
 class DeltaBatch:
-    """A PushRequest as arrays; it has the size and the cuts of that message."""
+    """A PushRequest as arrays, with the size of the serialised message."""
 
     model_name: str
     signature_name: str
@@ -32,7 +32,7 @@ class DeltaBatch:
     multi: bool
     deltas: list[Delta] = field(default_factory=list)
     read_at: float = 0.0
-    """Unix time by which the rows had been read, 0 when nobody said."""
+    """Unix time by which the rows had been read; 0 if unknown."""
 
     def size(self) -> int:
         head = PushRequest(
@@ -66,7 +66,7 @@ class DeltaBatch:
 
     @classmethod
     def of(cls, request: PushRequest) -> "DeltaBatch":
-        """Raises ValueError where a table's embeddings do not match its fids."""
+        """Convert a message; raises ValueError if a table's embeddings do not match its fids."""
         multi = bool(request.delta_multi_hash_tables)
         deltas = []
         for each in request.delta_multi_hash_tables if multi else request.delta_hash_tables:
@@ -83,7 +83,7 @@ class DeltaBatch:
 
 
 def _dim(delta: PushRequest.DeltaEmbeddingHashTable) -> int:
-    """Columns of a table's rows: ``dim_size``, or as many values as each fid has where that is not set."""
+    """The columns of a table's rows: ``dim_size``, or the number of values per fid if that is not set."""
     return delta.dim_size or (len(delta.embeddings) // len(delta.fids) if delta.fids else 0)
 
 
@@ -103,14 +103,14 @@ class _Message:
     request: PushRequest
 
     @property
-    def _both(self) -> list:
+    def _deltas(self) -> list:
         return [*self.request.delta_hash_tables, *self.request.delta_multi_hash_tables]
 
     def size(self) -> int:
         return self.request.ByteSize()
 
     def counts(self) -> list[int]:
-        return [len(delta.fids) for delta in self._both]
+        return [len(delta.fids) for delta in self._deltas]
 
     def cut(self, ranges: Sequence[Range]) -> "_Message":
         source = self.request
@@ -154,7 +154,7 @@ def _split(whole: _Cuttable, limit: int) -> list:
 
 
 def _halve(part: _Cuttable, limit: int) -> list:
-    """``part``, or its rows in two halves, again and again, until each fits or has one row."""
+    """Halve ``part`` repeatedly until each piece fits or has one row."""
     counts = part.counts()
     rows = sum(counts)
     if rows <= 1 or part.size() <= limit:
@@ -174,7 +174,7 @@ class RequestSplitter:
     def split(self, request: PushRequest, max_message_length: int) -> list[PushRequest]:
         """``ceil(size / max)`` parts, each with every table; rows are dealt evenly and remainders go to the last part.
 
-        A request that fits is returned as it is. Parts may still exceed the limit; :func:`sendable_parts` cuts those.
+        A request that fits is returned unchanged. Parts may still exceed the limit; :func:`sendable_parts` cuts those.
         """
         if request.ByteSize() <= max_message_length:
             return [request]
@@ -182,9 +182,9 @@ class RequestSplitter:
 
 
 def sendable_parts(request: PushRequest | DeltaBatch, limit: int) -> list:
-    """What is sent of a request: split, cut until each part fits, without parts that hold no id.
+    """The parts of a request to send: split until each part fits, without parts that hold no id.
 
-    A request without any table is one part, which is answered but not sent.
+    A request without tables is one part.
     """
     whole: _Cuttable = _Message(request) if isinstance(request, PushRequest) else request
     if not whole.counts():

@@ -1,4 +1,4 @@
-"""`TablesSource`: what changed in the tables of this process, and in the weights beside them, for a `Publisher`."""
+"""`TablesSource`: the changes in this process's tables and weights, for a `Publisher`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class TablesSource:
     """Tables of this process: on the CPU, on a GPU or cached there; those of a rank, or of a parameter server's shard.
 
     Args:
-        tables: by the names that the export has; a function, where tables come, or are replaced by others.
-        stamp: the stamp of rows and weights now. While it does not rise, changes wait for the next call.
-        base: of the checkpoint that the tables were loaded from; None: they began empty.
-        name: of this source.
-        weights: the dense weights of now, which are copied; None where another source tells them.
-        part: (index, number) of the part of all ids that is learnt here: those with ``id mod number == index``.
-        complete: whether the tables are as the checkpoint ``base`` has them; else every row is told at first.
+        tables: the tables by their names in the export; or a function that returns them, if tables are added or
+            replaced.
+        stamp: returns the current stamp of rows and weights. While it does not increase, changes are kept for later.
+        base: the stamp of the checkpoint that the tables were loaded from; None: they started empty.
+        name: this source's name.
+        weights: returns the current dense weights, which are copied; None if another source sends them.
+        part: (index, number): the ids trained here are those with ``id mod number == index``.
+        complete: whether the tables equal the checkpoint ``base``; if not, all rows are sent at first.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class TablesSource:
         self._now: Callable[[], Mapping[str, HashTable]] = tables if callable(tables) else lambda: tables
         self._stamp = stamp
         self._weights = weights
-        self.whole: Callable[[Callable[[], dict[str, Tensor]]], dict[str, Tensor]] = lambda copy: copy()
-        """How weights are copied: so that they are of one step, where others may write meanwhile."""
+        self.between_steps: Callable[[Callable[[], dict[str, Tensor]]], dict[str, Tensor]] = lambda copy: copy()
+        """Runs a copy of the weights while no step changes them."""
         self._lost = not complete
-        self._told: Stamp | None = None
+        self._last_stamp: Stamp | None = None
         self._sent: dict[str, Tensor] | None = None
         self._since = time.time()
         self._lock = threading.Lock()
@@ -63,14 +64,14 @@ class TablesSource:
         return {name: table.dim_size for name, table in list(self._now().items())}
 
     def take(self) -> Changes:
-        """What changed since the last call: between two updates, where rows and weights are to be of one step."""
+        """The changes since the last call. Call it between two updates if rows and weights must be of one step."""
         with self._lock:
             since, self._since = self._since, time.time()
             stamp = self._stamp()
-            if self._told is not None and stamp <= self._told:
+            if self._last_stamp is not None and stamp <= self._last_stamp:
                 self._since = since
-                return Changes(stamp=self._told)
-            self._told = stamp  # what changes from now on is newer
+                return Changes(stamp=self._last_stamp)
+            self._last_stamp = stamp  # later changes are newer
             ids, lost, self._lost = {}, self._lost, False
             for name, table in list(self._now().items()):
                 changed, everything = self._changed(name, table)
@@ -82,7 +83,7 @@ class TablesSource:
             return Changes(stamp=stamp, ids=ids, since=since if something else 0.0, weights=weights, lost=lost)
 
     def pending(self) -> tuple[int, int]:
-        """(ids that changed since the last `take`, rows there are now), of all tables."""
+        """(number of ids that changed since the last `take`, number of rows), in all tables."""
         with self._lock:
             now = dict(self._now())
             followed = {name: tracker for name, tracker in self._trackers.items() if tracker.table is now.get(name)}
@@ -90,13 +91,13 @@ class TablesSource:
             return new + sum(map(len, followed.values())), sum(table.size() for table in now.values())
 
     def _changed(self, name: str, table: HashTable) -> tuple[Tensor, bool]:
-        """Ids that were written or removed, and whether any other may have been written, too."""
+        """The ids that were written or removed, and whether other ids may have been written, too."""
         tracker = self._trackers.get(name)
         if tracker is not None and tracker.table is table:
             changed = tracker.take()
             return changed.ids, changed.everything
         self._trackers[name] = TableTracker(table)
-        parts = list(table.all_ids())  # after that it is followed: nothing is missed
+        parts = list(table.all_ids())  # it is tracked already, so no change is missed
         if tracker is not None:
             tracker.close()
             for former in tracker.table.all_ids():
@@ -107,14 +108,14 @@ class TablesSource:
         if self._weights is None:
             return None
         weights = self._weights
-        now = self.whole(lambda: {name: one.detach().to("cpu", copy=True) for name, one in weights().items()})
+        now = self.between_steps(lambda: {name: one.detach().to("cpu", copy=True) for name, one in weights().items()})
         if self._sent is not None and _equal(self._sent, now):
             return None
         self._sent = now
         return now
 
     def read(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of ids, and which of them are there."""
+        """The rows of ids, and which of them exist."""
         return self._now()[table].find(ids)
 
     def scan(self, table: str) -> Iterator[Tensor]:
@@ -122,19 +123,19 @@ class TablesSource:
         return self._now()[table].all_ids()
 
     def owns(self, table: str, ids: Tensor) -> Tensor:
-        """Which ids are learnt here."""
+        """Which ids are trained here."""
         index, number = self.part
         return torch.as_tensor(shard_of(ids, number) == index, device="cpu")
 
     def close(self) -> None:
-        """Follows the tables no longer."""
+        """Stop tracking the tables."""
         with self._lock:
             for tracker in self._trackers.values():
                 tracker.close()
 
 
 def dense_weights(net: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers that a net's ``state_dict`` has, by name; rows of tables are none of them."""
+    """The parameters and buffers that a net's ``state_dict`` has, by name, without rows of tables."""
     found: dict[str, Tensor] = dict(net.named_parameters(remove_duplicate=False))
     for prefix, module in net.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""One replica as a publisher sees it: what it has, and how a round is sent to it in parts."""
+"""A publisher's connection to one replica: what it has, and how a round is sent to it in parts."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ PART_BYTES = 1 << 20
 """Bytes of rows or weights in one message. Small, because a replica reads it on the thread that predicts."""
 IN_FLIGHT = 4
 STRANGERS = (Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.FAILED_PRECONDITION, Code.UNIMPLEMENTED)
-"""What servers answer to a signature that they do not have."""
+"""Status codes of servers that lack a signature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Layout:
     tables: tuple[tuple[str, int], ...]
     codecs: tuple[tuple[str, str], ...]
     slots: tuple[tuple[str, str], ...] = ()
-    """(slot, table): other names of tables, those that features look rows up by."""
+    """(slot, table): other names of tables, by which features look rows up."""
     kind: Literal["single", "multi", ""] = ""
     """Of tables; "" where the signature's name says it."""
 
@@ -56,21 +56,21 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a replica says about itself."""
+    """The state that a replica reports."""
 
     version: int
     replica: str
     complete: Stamp | None
-    """It has everything of the source up to this stamp."""
+    """It has all of the source's changes up to this stamp."""
     exported: Stamp | None
-    """Its export has everything of the source up to this stamp."""
+    """Its export has all of the source's changes up to this stamp."""
     layouts: tuple[Layout, ...]
     listed: Ids
-    """What it must be sent again."""
+    """Ids that must be sent again."""
     weights: Mapping[str, tuple[str, tuple[int, ...]]]
-    """name -> (dtype, shape) of what its net has."""
+    """name -> (dtype, shape) of its net's weights."""
     plain: bool = False
-    """Whether it takes plain pushes only: it knows of no rounds, deletions and weights."""
+    """Whether it takes only plain pushes: it does not support rounds, deletions or weights."""
 
     @classmethod
     def of(cls, said: Mapping[str, Any], ids: torch.Tensor) -> "Session":
@@ -99,25 +99,25 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What became of a round at one replica."""
+    """The outcome of a round at one replica."""
 
     ids: int = 0
     digest: str = ""
     """Of the weights that the replica has now."""
     left: Ids = field(default_factory=dict)
-    """What it did not take, of the source's tables."""
+    """Ids in the source's tables that it did not take."""
     since: Stamp | None = None
     """Up to when it has everything but what is left, if that is not the round's stamp."""
 
 
 class Wire(Protocol):
-    """How a publisher speaks to one replica. Calls raise `StatusError`."""
+    """A publisher's protocol with one replica. Calls raise `StatusError`."""
 
     @property
     def address(self) -> str: ...
 
     def hello(self, source: str, run: int, base: Stamp | None, everything: bool, timeout: float) -> Session:
-        """What the replica has; with ``everything`` all of its ids are listed, else those that a roll-back changed."""
+        """What the replica has; with ``everything``, all of its ids are listed, else those that a rollback changed."""
         ...
 
     def send(
@@ -126,7 +126,7 @@ class Wire(Protocol):
         """Sends a round.
 
         ``digest``: of the weights that it has, which are not sent again. ``complete``: whether the replica then lacks
-        nothing up to the round's stamp. ``touched_at``: Unix time of the oldest change; 0 where that is not known.
+        nothing up to the round's stamp. ``touched_at``: Unix time of the oldest change; 0 if unknown.
         """
         ...
 
@@ -135,7 +135,7 @@ class Wire(Protocol):
 
 @dataclass(slots=True)
 class Package:
-    """What a round sends to one or several replicas."""
+    """The content of a round for one or several replicas."""
 
     model: str
     source: str
@@ -171,7 +171,7 @@ class Package:
                     yield payload, "" if gone else mark, gone, total
 
     def _batches(self, layout: Layout, places: Mapping[str, "Place"], gone: bool) -> Iterator[DeltaBatch]:
-        """The rows of a signature's tables, cut so that a message is about `PART_BYTES`."""
+        """The rows of a signature's tables, split into messages of about `PART_BYTES`."""
         multi = layout.multi
         empty = {name: (np.empty(0, np.int64), np.empty((0, dim), np.float32)) for name, dim in layout.tables}
 
@@ -198,7 +198,7 @@ class Package:
             yield batch(current)
 
     def whole(self, layout: Layout, timeout_in_ms: int = 0) -> DeltaBatch:
-        """All rows of a signature's tables as one plain push, in which a row that is gone is zeros."""
+        """All rows of a signature's tables as one plain push; deleted rows are zeros."""
         places = places_of((layout,), self.tables)
         made = DeltaBatch(
             self.model, layout.signature, timeout_in_ms, layout.multi, read_at=self.read_at
@@ -289,7 +289,7 @@ class Target:
         self._channel.close()
 
     def hello(self, source: str, run: int, base: Stamp | None, everything: bool, timeout: float) -> Session:
-        """What the replica has; one that has never heard of rounds is asked for its signatures."""
+        """What the replica has; one that does not support rounds is asked for its signatures."""
         try:
             said, ids = self._hello(source, run, {"base": base, "all": everything}, timeout)
         except StatusError as error:
@@ -398,7 +398,7 @@ class Target:
 
 
 def plain_session(channel: Any, model: str, timeout: float, refusal: StatusError) -> Session:
-    """What a server that knows of no rounds takes, by its metadata.
+    """The session of a server without support for rounds, from its metadata.
 
     Raises:
         StatusError: it takes no rows, or does not say so; ``refusal`` is how it answered a hello.

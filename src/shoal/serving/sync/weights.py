@@ -1,4 +1,4 @@
-"""Dense weights as bytes: a head that names them, then their contents. Its SHA-256 is the digest of a push."""
+"""Dense weights as bytes: a header that names them, then their contents. The SHA-256 of all is a push's digest."""
 
 import hashlib
 import json
@@ -30,10 +30,10 @@ def write_weights(weights: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, st
 
 
 def read_weights(blob: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What `write_weights` wrote, without copying it.
+    """Read what `write_weights` wrote, without copying it.
 
     Raises:
-        DataError: these are not the bytes of weights.
+        DataError: the bytes were not written by `write_weights`.
     """
     try:
         length = int.from_bytes(bytes(blob[:8].numpy()), "little")

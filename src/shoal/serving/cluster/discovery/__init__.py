@@ -1,1 +1,1 @@
-"""Who is in the training cluster: workers and parameter servers find each other by one small interface."""
+"""Discovery of the training cluster: a small interface by which workers and parameter servers find each other."""

@@ -19,21 +19,21 @@ class ServiceDiscoveryType(IntEnum):
 
 
 class ServiceDiscovery(abc.ABC):
-    """Addresses of numbered services by name."""
+    """Looks up the addresses of numbered services by name."""
 
     @abc.abstractmethod
     def register(self, name: str, index: int, addr: str) -> None:
-        """Announces that ``addr`` is number ``index`` of ``name``."""
+        """Register ``addr`` as number ``index`` of ``name``."""
 
     @abc.abstractmethod
     def deregister(self, name: str, index: int, addr: str) -> None: ...
 
     @abc.abstractmethod
     def query(self, name: str) -> dict[int, str]:
-        """index -> address of the registered ones."""
+        """index -> address of the registered services."""
 
     def close(self) -> None:
-        """Ends threads and connections."""
+        """End threads and connections."""
         return
 
 
@@ -42,10 +42,10 @@ def wait_for_cluster(
 ) -> dict[str, list[str]]:
     """``{"ps": [...], "chief": [...]}`` once ``num_ps`` shards are known, ordered by index.
 
-    Worker 0 is the chief; others (``index`` > 0) wait for it, too.
+    Worker 0 is the chief; the other workers (``index`` > 0) also wait for it.
 
     Raises:
-        DeadlineError: not everybody came in time; the message says who is missing.
+        DeadlineError: some processes did not register in time; the message names them.
     """
     end = time.monotonic() + timeout
     while True:

@@ -1,4 +1,4 @@
-"""Discovery through a Consul agent's HTTP interface, stock or with the original's lookup path."""
+"""Discovery through a Consul agent's HTTP interface, either stock Consul's or the one with ``/v1/lookup/name``."""
 
 import http.client
 import json
@@ -47,16 +47,16 @@ class ConsulClient:
         self._socket = UNIX_SOCKET if self._host is None and UNIX_SOCKET.is_socket() else None
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
-        """The JSON answer, None when it is empty. Socket errors are tried again, five times in all."""
+        """Return the JSON answer, or None if it is empty. Socket errors are retried; five attempts in all."""
         for attempt in range(SOCKET_TRIES):
             try:
                 return self._once(method, path, body)
-            except _HttpError:  # it answered
+            except _HttpError:  # Consul answered
                 raise
             except OSError as error:
                 if attempt + 1 == SOCKET_TRIES:
                     raise
-                log.warning("consul %s %s failed (%r); trying again", method, path.partition("?")[0], error)
+                log.warning("consul %s %s failed (%r); retrying", method, path.partition("?")[0], error)
                 time.sleep(random.uniform(0, SOCKET_SLEEP_SECS))
         raise AssertionError("unreachable")
 
@@ -79,7 +79,7 @@ class ConsulClient:
 
 
 class _HttpError(PeerError):
-    """An answer of another status than 200."""
+    """An answer with a status other than 200."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -87,14 +87,14 @@ class _HttpError(PeerError):
 
 
 class ConsulServiceDiscovery(ServiceDiscovery):
-    """Services under one Consul id; index, name and host travel as tags.
+    """Services under one Consul id; index, name and host are stored as tags.
 
     Args:
         consul_id: the service id.
-        retry_time_secs: wait between checks that an old entry has gone.
-        visible_tries: how often to look for the new entry.
-        visible_wait_secs: wait between these looks.
-        legacy_lookup: ask ``/v1/lookup/name`` of the original's agents instead of stock Consul's health endpoint.
+        retry_time_secs: wait between checks for the removal of an old entry.
+        visible_tries: how many times to check for the new entry.
+        visible_wait_secs: wait between these checks.
+        legacy_lookup: query ``/v1/lookup/name`` instead of stock Consul's health endpoint.
     """
 
     def __init__(
@@ -115,11 +115,11 @@ class ConsulServiceDiscovery(ServiceDiscovery):
         self._lock = threading.Lock()
 
     def register(self, name: str, index: int, addr: str) -> None:
-        """Registers and waits until the entry can be seen.
+        """Register, and wait until queries return the entry.
 
         Raises:
             ValueError: ``addr`` is not ``host:port``.
-            OSError: an older entry did not go, or the new one never became visible, as on a blacklisted machine.
+            OSError: an older entry was not removed, or the new one never became visible, as on a blacklisted machine.
         """
         host, port = _split(addr)
         self._remove_old(name, index)
@@ -140,7 +140,7 @@ class ConsulServiceDiscovery(ServiceDiscovery):
                 time.sleep(self._visible_secs)
         self._end_keep_alive(port)
         raise OSError(
-            f"{name} {index} at {addr} was registered but cannot be seen after {self._visible_tries} looks; "
+            f"{name} {index} at {addr} was registered but is not listed after {self._visible_tries} tries; "
             "this machine may be blacklisted by consul"
         )
 
@@ -153,12 +153,12 @@ class ConsulServiceDiscovery(ServiceDiscovery):
                 time.sleep(self._retry_secs)
             self._deregister(_split(old)[1])
         raise OSError(
-            f"{name} {index} is registered as {old} and does not go away after {OLD_ENTRY_TRIES} tries; "
+            f"{name} {index} is still registered as {old} after {OLD_ENTRY_TRIES} tries to deregister it; "
             "deregister it at its own consul agent"
         )
 
     def deregister(self, name: str, index: int, addr: str) -> None:
-        """Removes a registration; one that the agent does not know is ignored."""
+        """Remove a registration; has no effect if the agent does not know it."""
         _, port = _split(addr)
         self._deregister(port)
 
@@ -193,7 +193,7 @@ class ConsulServiceDiscovery(ServiceDiscovery):
         except _HttpError as error:
             if error.status != 405:
                 raise
-            self._client.request("PUT", path)  # what stock Consul wants since version 1
+            self._client.request("PUT", path)  # required by stock Consul since version 1
 
     def _end_keep_alive(self, port: int) -> None:
         with self._lock:
@@ -224,7 +224,7 @@ class ConsulServiceDiscovery(ServiceDiscovery):
         return entries
 
     def close(self) -> None:
-        """Ends the keep-alive threads; registrations run out by their TTL."""
+        """End the keep-alive threads; registrations expire after their TTL."""
         with self._lock:
             ports = list(self._alive)
         for port in ports:

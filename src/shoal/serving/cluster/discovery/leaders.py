@@ -1,4 +1,4 @@
-"""Who leads each shard of a group of parameter servers, in a registry."""
+"""The leader of each shard in a group of parameter servers, in a registry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.serving.cluster.zookeeper import KazooState
 from shoal.sharded.ps.replica.board import ShardState
 
 LEASE_S = 5.0
-"""How long contact lasts at most: a ZooKeeper may give shorter sessions than were asked for, and does not say so."""
+"""Upper limit of the lease: ZooKeeper may grant a shorter session than requested without reporting it."""
 
 
 def _path(group: str, shard: int) -> str:
@@ -23,9 +23,9 @@ class RegistryBoard:
     """A `shoal.sharded.ps.replica.board.Board` in a registry.
 
     Args:
-        registry: not started; this starts it, and `close` stops it.
-        group: the name that the servers of one model share.
-        session_timeout: of the registry's session, in seconds. Contact counts as lost after half of it, or 5 s.
+        registry: not started yet; the constructor starts it, `close` stops it.
+        group: the name shared by the servers of one model.
+        session_timeout: timeout of the registry session in seconds. A lease is half of it, at most 5 s.
     """
 
     def __init__(self, registry: Registry, group: str, shard: int, session_timeout: float) -> None:
@@ -42,8 +42,8 @@ class RegistryBoard:
 
     def join(self, member: str, address: str) -> float:
         path = f"{self._root}/members/{member}"
-        there = self._registry.get(path)
-        if self._joined != (member, address) or there is None:
+        registered = self._registry.get(path)
+        if self._joined != (member, address) or registered is None:
             self._registry.put(path, address.encode(), ephemeral=True)
             self._joined = member, address
         return self._lease_s
@@ -74,7 +74,7 @@ class RegistryBoard:
 
 
 def group_addresses(registry: str, group: str, *, deadline_s: float = 30.0) -> list[str]:
-    """The addresses of a group's shards, for `shoal.sharded.ps.PsClient`: all servers of each, the leader first.
+    """The addresses of a group's shards, for `shoal.sharded.ps.PsClient`: all servers of a shard, its leader first.
 
     Raises:
         ConfigError: shards are missing, or have no leader, for longer than ``deadline_s``.
@@ -88,9 +88,9 @@ def group_addresses(registry: str, group: str, *, deadline_s: float = 30.0) -> l
             if found and not missing:
                 return found
             if time.monotonic() > until:
-                lacks = ", ".join(missing) or "any shard"
+                without = ", ".join(missing) or "any shard"
                 raise ConfigError(
-                    f"the group {group!r} in {registry} lacks a leader of {lacks} after {deadline_s:g} s; start its "
+                    f"the group {group!r} in {registry} has no leader for {without} after {deadline_s:g} s; start its "
                     f"servers with `shoal ps --registry {registry} --group {group} …`"
                 )
             time.sleep(0.1)

@@ -20,13 +20,13 @@ class TfConfigServiceDiscovery(ServiceDiscovery):
             self._cluster: dict[str, list[str]] = {key: list(value) for key, value in config["cluster"].items()}
             self._task = config.get("task") or {}
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"TF_CONFIG has no cluster of host lists: {error!r}") from None
+            raise ConfigError(f"TF_CONFIG must have 'cluster', a dict of host lists: {error!r}") from None
 
     def register(self, name: str, index: int, addr: str) -> None:
-        """Nothing: the list is fixed."""
+        """Does nothing: the list is fixed."""
 
     def deregister(self, name: str, index: int, addr: str) -> None:
-        """Nothing: the list is fixed."""
+        """Does nothing: the list is fixed."""
 
     def query(self, name: str) -> dict[int, str]:
         if name == "ps":
@@ -47,7 +47,7 @@ class TfConfigServiceDiscovery(ServiceDiscovery):
 
     @property
     def index(self) -> int:
-        """Number among its kind; workers come after the chief."""
+        """Its number among the processes of its type; workers come after the chief."""
         index = int(self._task["index"])
         return index + 1 if self._task["type"] == "worker" and self._cluster.get("chief") else index
 
@@ -109,16 +109,16 @@ class MLPServiceDiscovery(ServiceDiscovery):
         return f"{host}:{port}" if host and port else None
 
     def register(self, name: str, index: int, addr: str) -> None:
-        """Makes a service of the environment visible to queries of this process, of its own role or of another.
+        """Make a service of any role in the environment visible to queries of this process.
 
         Raises:
-            ConfigError: no such role, an index out of range, or another address than the environment says.
+            ConfigError: an unknown role, an index out of range, or an address that differs from the environment's.
         """
         self._check(name, index, addr)
         self._hidden.discard((name, index))
 
     def deregister(self, name: str, index: int, addr: str) -> None:
-        """Hides a service of the environment from queries of this process.
+        """Hide a service in the environment from queries of this process.
 
         Raises:
             ConfigError: as for :meth:`register`.
@@ -140,7 +140,7 @@ class MLPServiceDiscovery(ServiceDiscovery):
             self._hidden.update((name, index) for index in range(self._count(name)))
 
     def query(self, name: str, skip_port_check: bool = False) -> dict[int, str]:
-        """Visible services; for ps it waits until each port accepts connections unless told to skip that."""
+        """The visible services; for ps, wait until each port accepts connections, unless ``skip_port_check``."""
         found: dict[int, str] = {}
         for index in range(self._count(name)):
             address = self._address(name, index)

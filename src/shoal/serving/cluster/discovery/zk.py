@@ -1,4 +1,4 @@
-"""Discovery in ZooKeeper, or in a directory of files by the same interface."""
+"""Discovery through ZooKeeper, or through a directory of files with the same interface."""
 
 import logging
 import threading
@@ -17,15 +17,15 @@ REREGISTER_SECS = 1800.0
 class ZKServiceDiscovery(ServiceDiscovery):
     """Ephemeral nodes ``/monolith/<job>/<name>.<index>`` whose value is the address.
 
-    Registrations are repeated every half hour and at once when a lost session comes back. Queries answer from a cache
-    that watches keep fresh.
+    Registrations are repeated every half hour, and at once when a lost session is restored. Queries are answered from a
+    cache that watches update.
 
     Args:
         job_name: the job.
         zk_server: ``host:port,…`` or ``dir:/path``.
         max_tries: attempts to write a registration.
         delay: seconds between them.
-        zk_client: a client to use instead of making one; it is started here.
+        zk_client: a client to use instead of creating one; it is started here.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class ZKServiceDiscovery(ServiceDiscovery):
             except Exception as error:
                 if attempt + 1 == self._max_tries:
                     raise
-                log.warning("%s.%d could not be registered (%r); trying again", name, index, error)
+                log.warning("could not register %s.%d (%r); retrying", name, index, error)
                 self._stop.wait(self._delay)
 
     def deregister(self, name: str, index: int, addr: str) -> None:
-        """Removes a registration; one that is not known is ignored."""
+        """Remove a registration; an unknown one is ignored."""
         with self._lock:
             if self._mine.pop((name, index), None) is None:
                 return
@@ -93,7 +93,7 @@ class ZKServiceDiscovery(ServiceDiscovery):
                 try:
                     self._registry.put(self._node(name, index), addr.encode(), ephemeral=True)
                 except Exception as error:
-                    log.error("%s.%d could not be registered again: %r", name, index, error)
+                    log.error("could not register %s.%d again: %r", name, index, error)
                     self._again.set()
                     self._stop.wait(1.0)
 
@@ -105,14 +105,14 @@ class ZKServiceDiscovery(ServiceDiscovery):
         with self._lock:
             fresh = [child for child in children if child not in self._watched]
             self._watched.update(fresh)
-        for child in fresh:  # whose own watches tell, too, when they go
+        for child in fresh:  # their own watches also report when they are removed
             self._watch(child)
         return None
 
     def _watch(self, child: str) -> None:
         name, dot, number = child.rpartition(".")
         if not dot or not number.lstrip("-").isdecimal():
-            log.error("%s/%s is not <name>.<index>; it is ignored", self._path, child)
+            log.error("ignoring %s/%s: its name is not <name>.<index>", self._path, child)
             return
 
         def changed(data: bytes | None, event: str | None) -> bool | None:

@@ -1,4 +1,4 @@
-"""Calls that Python answers behind the native front end: the context of gRPC's handlers, and how handlers are run."""
+"""Calls of the native front end that Python answers: they are taken from it, and their handlers run as tasks."""
 
 import asyncio
 import base64
@@ -16,10 +16,11 @@ from shoal.serving.status import Code
 log = logging.getLogger(__name__)
 
 Metadata = Iterable[tuple[str, str | bytes]]
+_CALL, _MESSAGE, _HALF_CLOSE, _END = range(4)
 
 
 class Refused(Exception):
-    """A call that ends with a status before its handler has seen it."""
+    """A call that ends with a status before it reaches its handler."""
 
     def __init__(self, code: int, details: str) -> None:
         super().__init__(details)
@@ -27,10 +28,10 @@ class Refused(Exception):
 
 
 class Context:
-    """What a handler of ``grpc.aio`` may ask of its call, and tell it."""
+    """The ``grpc.aio`` context of a call, as handlers use it."""
 
-    def __init__(self, server: Any, call: Any, handler: Any) -> None:
-        self._server, self._call, self._handler = server, call, handler
+    def __init__(self, front: Any, call: Any, handler: Any) -> None:
+        self._front, self._call, self._handler = front, call, handler
         self._code: Any = None
         self._details = ""
         self._initial: list[tuple[str, str]] = []
@@ -40,7 +41,7 @@ class Context:
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
         self._done = False
 
-    # --- what is asked ----------------------------------------------------------------------------------------------
+    # --- read by handlers -------------------------------------------------------------------------------------------
 
     def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         if self._metadata is None:
@@ -59,7 +60,7 @@ class Context:
 
     @property
     def sampled(self) -> bool:
-        """Whether it is one for the access log."""
+        """Whether the access log includes this call."""
         return self._call.sampled
 
     def cancelled(self) -> bool:
@@ -77,7 +78,7 @@ class Context:
     def trailing_metadata(self) -> list[tuple[str, str]]:
         return self._trailing
 
-    # --- what is told -----------------------------------------------------------------------------------------------
+    # --- set by handlers --------------------------------------------------------------------------------------------
 
     def set_code(self, code: Any) -> None:
         self._code = code
@@ -104,13 +105,13 @@ class Context:
         self._reply(self._serialised(message), last=False)
 
     async def read(self) -> Any:
-        """The next message of a stream, ``EOF`` behind its last."""
+        """The next message of a stream; ``EOF`` after the last one."""
         return await self._messages.get()
 
     # --- of the server ----------------------------------------------------------------------------------------------
 
     def put(self, message: Any) -> None:
-        """A message of the stream, or ``EOF``."""
+        """Add a message of the stream, or ``EOF``."""
         self._messages.put_nowait(message)
 
     async def requests(self) -> AsyncIterator[Any]:
@@ -118,7 +119,7 @@ class Context:
             yield message
 
     async def run(self, data: bytes | None) -> None:
-        """Runs the handler and sends what it gives; ``data`` is the message of a unary call."""
+        """Run the handler and send its answer; ``data`` is the message of a unary call."""
         handler = self._handler
         try:
             if handler.response_streaming:
@@ -155,7 +156,7 @@ class Context:
         else:
             given, work = await self.read(), handler.unary_stream
             if given is EOF:
-                raise Refused(Code.INTERNAL, "a call of this method must have one message, got none")
+                raise Refused(Code.INTERNAL, "a call to this method must have one message, got none")
         result = work(given, self)
         if inspect.isasyncgen(result):
             async for message in result:
@@ -181,22 +182,77 @@ class Context:
 
     def _reply(self, data: bytes | None, last: bool, code: int = 0) -> None:
         details = self._details if last else ""
-        # UTF-8 travels percent-encoded; the native side takes text
-        self._server.reply(self._call, data, last, code, details, self._initial, self._trailing if last else [])
+        # UTF-8 is sent percent-encoded; the native side takes text
+        self._front.reply(self._call, data, last, code, details, self._initial, self._trailing if last else [])
         self._initial = []
 
 
-def unpacked(data: bytes, encoding: str, limit: int) -> bytes:
-    """A compressed message, at most ``limit`` bytes of it."""
+class Calls:
+    """Takes calls from the native front end and runs their handlers on the event loop."""
+
+    def __init__(self, front: Any, max_message_bytes: int) -> None:
+        self._front, self._max_message_bytes = front, max_message_bytes
+        self.handlers: dict[str, Any] = {}
+        """Path of a method -> its handler."""
+        self._running: dict[Any, tuple[Context, asyncio.Task[None]]] = {}
+
+    def __len__(self) -> int:
+        """The number of calls whose handlers are running."""
+        return len(self._running)
+
+    def take(self) -> None:
+        """Take all calls that have arrived; an error here fails only one call."""
+        for kind, call, data, compressed in self._front.take():
+            try:
+                self._take_one(kind, call, data, compressed)
+            except Refused as refused:
+                self._front.reply(call, None, True, refused.code, refused.details, [], [])
+                self._cancel(call)
+            except Exception as error:
+                log.exception("a call to %s failed", call.path)
+                self._front.reply(call, None, True, Code.INTERNAL, f"{error!r}", [], [])
+                self._cancel(call)
+
+    def cancel_all(self) -> None:
+        for _, task in list(self._running.values()):
+            task.cancel()
+
+    def _take_one(self, kind: int, call: Any, data: bytes | None, compressed: bool) -> None:
+        if kind == _END:
+            self._cancel(call)
+            return
+        if data is not None and compressed:
+            data = _decompress(data, call.encoding, self._max_message_bytes)
+        if kind == _CALL:
+            if call.ended:
+                return
+            context = Context(self._front, call, self.handlers[call.path])
+            task = asyncio.get_running_loop().create_task(context.run(data))
+            self._running[call] = context, task
+            task.add_done_callback(lambda _: self._running.pop(call, None))
+            return
+        known = self._running.get(call)
+        if known is not None:
+            context = known[0]
+            context.put(context.read_message(data) if kind == _MESSAGE else EOF)
+
+    def _cancel(self, call: Any) -> None:
+        known = self._running.pop(call, None)
+        if known is not None:
+            known[1].cancel()
+
+
+def _decompress(data: bytes, encoding: str, limit: int) -> bytes:
+    """Decompress a message to at most ``limit`` bytes."""
     if encoding not in ("gzip", "deflate"):
-        raise Refused(Code.UNIMPLEMENTED, f"messages must be compressed by gzip or deflate, got {encoding!r}")
+        raise Refused(Code.UNIMPLEMENTED, f"messages must be compressed with gzip or deflate, got {encoding!r}")
     unpacker = zlib.decompressobj(wbits=47)
     try:
         made = unpacker.decompress(data, limit)
     except zlib.error as error:
-        raise Refused(Code.INTERNAL, f"the message is not {encoding}: {error}") from None
+        raise Refused(Code.INTERNAL, f"the message is not valid {encoding}: {error}") from None
     if unpacker.unconsumed_tail or not unpacker.eof:
-        raise Refused(Code.RESOURCE_EXHAUSTED, f"a message must have at most {limit} bytes when it is unpacked")
+        raise Refused(Code.RESOURCE_EXHAUSTED, f"a message must have at most {limit} bytes when decompressed")
     return made
 
 

@@ -1,7 +1,7 @@
-"""Batches of the native front end.
+"""Batches of requests from the native front end.
 
-A lane of requests whose net is native is bound to its predictor: it is answered without Python until another version
-takes over. For the others Python is called once per batch, for the net and the rows that it looks up.
+A lane whose net is native is bound to its predictor and answered without Python until another version takes over. For
+other lanes, Python is called once per batch to look rows up and run the net.
 """
 
 import atexit
@@ -17,22 +17,22 @@ import torch
 from shoal import _core
 from shoal.proto.serving.tf_serving_pb2 import ModelSpec
 from shoal.serving.predict import PredictCall, plain_dtype, plain_outputs
-from shoal.serving.server.answering import Traffic
 from shoal.serving.server.batching import cut_rows, rows_match
 from shoal.serving.server.models import ServedModels, Version, find_signature, generation
 from shoal.serving.server.servable import Signature, Tensors
+from shoal.serving.server.traffic import Traffic
 from shoal.serving.server.trained import BATCH, FeatureSignature, MadeInputs, made_inputs
 
 log = logging.getLogger(__name__)
 
 WAIT_SECS = 1.0
-MAX_UNFIT = 8  # batches in a row that could not be read together: their lane is given up
-MAX_REFUSED = 1024  # keys that are remembered as not to be batched
+MAX_UNFIT = 8  # after this many consecutive batches that could not be joined, the lane is dropped
+MAX_REFUSED = 1024  # maximum remembered keys that must not be batched
 
 
 @dataclass(eq=False)
 class Lane:
-    """Requests that spell their model spec and their output filter alike."""
+    """Requests with byte-identical model specs and output filters."""
 
     key: bytes
     spec: ModelSpec
@@ -48,12 +48,12 @@ class LaneRunners:
     """Threads that run the batches of a front end.
 
     Args:
-        front: where they come from.
-        models: what there is. Each batch finds its version anew, as a request does.
-        max_batch_rows: rows that are joined at most.
-        threads: batches that run at a time, at most four of them in Python; 0 = as many as there are CPUs.
+        front: the front end.
+        models: the served models. Each batch resolves its version again, as a request does.
+        max_batch_rows: maximum rows that are joined.
+        threads: number of concurrent batches, at most four of them in Python; 0 = the number of CPUs.
 
-    Whatever a batch cannot answer, for whatever reason, is answered by Python one by one, which says what is wrong.
+    Requests that a batch cannot answer, for any reason, are answered by Python one by one, which reports the error.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class LaneRunners:
         self.batches = 0
         self.requests = 0
         self.native_requests = 0
-        """Of them, those that were answered without Python; known after `collect`."""
+        """The number of those answered without Python; updated by `collect`."""
         traffic.watch(self.collect)
 
     def spec_of(self, number: int) -> ModelSpec | None:
-        """What the requests of a lane ask for."""
+        """The model spec of a lane's requests."""
         lane = self._lanes.get(number)
         return lane.spec if lane is not None else None
 
@@ -86,7 +86,7 @@ class LaneRunners:
             thread.start()
 
     def stop(self) -> None:
-        """Call it when the front end is closed: then no thread waits for a batch."""
+        """Stop the threads. Call it after closing the front end, when no thread waits for a batch."""
         _running.discard(self)
         self._stop.set()
         for thread in self._threads:
@@ -94,7 +94,7 @@ class LaneRunners:
                 thread.join(timeout=10)
 
     def consider(self, call: PredictCall) -> None:
-        """A request that Python has answered: others like it are batched from now on, if they can be."""
+        """Called with a request that Python has answered: batch similar requests from now on, if possible."""
         key = _core.lane_key(call.data)
         if not key or key in self._keys or key in self._refused:
             return
@@ -114,7 +114,7 @@ class LaneRunners:
             self._bind(number, lane, version, signature, before)
 
     def _bind(self, number: int, lane: Lane, version: Version, signature: Signature, before: int) -> None:
-        """Has a lane answered natively from now on, if it can be; ``before``: the generation that the version is of."""
+        """Answer a lane natively from now on, if possible; ``before``: the version's generation."""
         native = signature.native
         if native is not None:
             outputs = [native.outputs.index(alias) for alias in lane.output_filter]
@@ -122,7 +122,7 @@ class LaneRunners:
             self._front.bind_lane(number, native.core, resolved, outputs, before)
 
     def collect(self) -> None:
-        """Has the traffic know what was answered natively since."""
+        """Add the requests answered natively since the last call to the traffic counts."""
         for number, times, requests, rows in self._front.take_counts():
             lane = self._lanes.get(number)
             if lane is None:
@@ -150,14 +150,14 @@ class LaneRunners:
             try:
                 self._run_batch(batch)
             except Exception:
-                log.debug("a batch is answered one by one", exc_info=True)
+                log.debug("a batch failed; its requests run one at a time", exc_info=True)
             except BaseException:
-                log.exception("a batch ended badly")
-            del batch  # what it did not answer goes to Python
+                log.exception("a batch failed")
+            del batch  # unanswered requests go to Python
 
     def _run_batch(self, batch: Any) -> None:
         lane = self._lanes.get(batch.lane)
-        if lane is None:  # it is being made, or given up
+        if lane is None:  # it is being created, or was dropped
             return
         before = generation.number
         with self._models.use(lane.spec) as version:
@@ -207,7 +207,7 @@ class LaneRunners:
         batch.answer(first, count, resolved, given[0])
 
     def _inputs(self, batch: Any, signature: Signature, where: str) -> Tensors | None:
-        """What the signature's program takes; None where the requests must be read one by one."""
+        """The joined inputs of the signature's program; None if the requests must be read one by one."""
         if isinstance(signature, FeatureSignature):
             if signature.reader is None or signature.maker is None:
                 return None
@@ -227,7 +227,7 @@ _running: "weakref.WeakSet[LaneRunners]" = weakref.WeakSet()
 
 
 def _stop_all() -> None:
-    """Ends what was not stopped before the interpreter ends: its threads must not be in native code then."""
+    """Stop the remaining runners at interpreter exit: no thread may be in native code by then."""
     for runners in list(_running):
         runners._front.close()
         runners.stop()
@@ -237,5 +237,5 @@ atexit.register(_stop_all)
 
 
 def runner_threads() -> int:
-    """As many batches as run well at a time on this machine."""
+    """The default number of concurrent batches on this machine."""
     return max(1, min(64, len(os.sched_getaffinity(0))))

@@ -10,10 +10,10 @@ from shoal.observe.security import split_address
 
 
 def open_sockets(address: str) -> tuple[list[socket.socket], int]:
-    """Sockets bound to an address, which do not listen yet, and their port; port 0 picks a free one.
+    """Bind sockets to an address without listening yet; returns them and their port. Port 0 picks a free one.
 
     Raises:
-        ConfigError: the address is in use, or not of this machine.
+        ConfigError: the address is in use or does not belong to this machine.
     """
     opened: list[socket.socket] = []
     try:
@@ -24,7 +24,7 @@ def open_sockets(address: str) -> tuple[list[socket.socket], int]:
         for family, _, _, _, where in socket.getaddrinfo(
             host or None, port, 0, socket.SOCK_STREAM, 0, socket.AI_PASSIVE
         ):
-            if opened and not port:  # the other families of a name listen on the port that the first has
+            if opened and not port:  # a name's other address families use the first one's port
                 where = (where[0], opened[0].getsockname()[1], *where[2:])
             try:
                 opened.append(_open(family, where))
@@ -70,7 +70,7 @@ def _open_unix(path: str) -> socket.socket:
 
 
 def _is_abandoned(path: str) -> bool:
-    """Whether a socket file is left of a server that has gone."""
+    """Whether a socket file was left by a server that no longer runs."""
     if not Path(path).is_socket():
         return False
     with socket.socket(socket.AF_UNIX) as probe:
@@ -84,7 +84,7 @@ def _is_abandoned(path: str) -> bool:
 
 
 def remove_unix(address: str) -> None:
-    """Removes the file of a Unix socket that is closed."""
+    """Remove the file of a closed Unix socket."""
     if address.startswith("unix:"):
         with contextlib.suppress(OSError):
             os.unlink(address.removeprefix("unix:").removeprefix("//"))

@@ -1,1 +1,1 @@
-"""The net of a version: as torch runs it, natively, compiled, or on a GPU."""
+"""The net of a version: run by torch, natively, compiled, or on a GPU."""

@@ -1,4 +1,4 @@
-"""Nets on a GPU: batches are enqueued one after the other, the net of a batch as one CUDA graph by its size."""
+"""Nets on a GPU: batches are enqueued one after another, each as a CUDA graph captured for its size."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class Card:
-    """The device that batches of a program run on.
+    """The GPU that runs a program's batches.
 
-    Work of all batches is enqueued on one stream, so that each sees the writes that were enqueued before it, and what a
-    graph gives is read before the graph runs again. Threads wait for their own batch only.
+    All batches are enqueued on one stream, so each sees the writes enqueued before it, and a graph's results are read
+    before the graph runs again. A thread waits only for its own batch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,23 +34,23 @@ class Card:
         self._lock = threading.Lock()
 
     def bring(self, tensors: Tensors) -> Tensors:
-        """Host tensors on the device; copies of those that are pinned do not hold up the caller."""
+        """Copy host tensors to the device; copies of pinned tensors do not block the caller."""
         return {name: value.to(self.device, non_blocking=True) for name, value in tensors.items()}
 
     def run(self, compute: Callable[[], Tensors]) -> Tensors:
-        """What ``compute`` gives, in host memory."""
+        """The result of ``compute``, copied to host memory."""
         if self.device.type != "cuda":
             with self._lock, torch.inference_mode():
                 return {alias: value.clone() for alias, value in compute().items()}
         with torch.cuda.device(self.device), torch.inference_mode():
             done = torch.cuda.Event(blocking=True)
             with self._lock:
-                home = {alias: self._home(value) for alias, value in compute().items()}
+                on_host = {alias: self._to_host(value) for alias, value in compute().items()}
                 done.record()
             done.synchronize()
-        return home
+        return on_host
 
-    def _home(self, value: torch.Tensor) -> torch.Tensor:
+    def _to_host(self, value: torch.Tensor) -> torch.Tensor:
         if value.device.type == "cpu":
             return value
         into = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
@@ -67,11 +67,11 @@ class _Graph:
 
 
 class CardNet:
-    """An exported program on a device, in the precision of the placement; called with keywords, as others are.
+    """An exported program on a device, in the placement's precision; called with keyword arguments.
 
-    A batch is filled up to the next power of two, up to ``placement.batch_rows``, and replayed as a CUDA graph. Results
-    of a graph are good until the next call. Programs whose rows are not independent, and inputs with further sizes that
-    vary, are run without graphs.
+    A batch is padded to the next power of two, up to ``placement.batch_rows``, and replayed as a CUDA graph. A graph's
+    results are valid until the next call. Programs whose rows are not independent, and inputs with other varying sizes,
+    run without graphs.
 
     Args:
         exported: the program; it is moved to the device.
@@ -89,7 +89,7 @@ class CardNet:
     ) -> None:
         self._library = library
         self.weights: Mapping[str, torch.Tensor] = dict(exported.state_dict)
-        """In host memory."""
+        """The weights, in host memory."""
         self.device = placement.torch_device
         self._placement = placement
         if self.device.type != "cpu":
@@ -107,11 +107,11 @@ class CardNet:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of rows that there is a graph for."""
+        """The batch sizes that have a graph."""
         return sorted(self._graphs or ())
 
     def with_weights(self, weights: Mapping[str, torch.Tensor]) -> CardNet:
-        """The same net with all of its weights replaced, and graphs for the same sizes; this one stays as it is."""
+        """A copy of the net with all of its weights replaced, and graphs for the same sizes."""
         other = copy.copy(self)
         other.weights = dict(weights)
         other._net = self._net.with_weights({name: value.to(self.device) for name, value in weights.items()})
@@ -146,8 +146,8 @@ class CardNet:
         if self._library is not None:
             try:
                 return tuple(pytree.tree_leaves(self._library(**inputs)))
-            except Exception as error:  # of many kinds; what is wrong with the inputs torch says, too
-                log.warning("torch runs the net from now on, since its library fails: %s", error)
+            except Exception as error:  # many kinds of error; torch also reports invalid inputs
+                log.warning("torch runs the net from now on, because the compiled library failed: %s", error)
                 self._library = None
         with self._precision():
             return tuple(map(_wide, self._net.results(inputs)))
@@ -168,7 +168,7 @@ class CardNet:
         return self._graphs.get(size) or self._capture(size, inputs)
 
     def _capture(self, rows: int, like: Mapping[str, torch.Tensor]) -> _Graph | None:
-        """A graph for so many rows; None, and none ever after, where the net cannot be captured."""
+        """Capture a graph for this many rows; None if the net cannot be captured, which disables graphs."""
         assert self._graphs is not None
         given = {
             name: torch.zeros(rows, *one.shape[1:], dtype=one.dtype, device=self.device) for name, one in like.items()
@@ -178,26 +178,26 @@ class CardNet:
                 side = torch.cuda.Stream()
                 side.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(side):
-                    for _ in range(2):  # what is made at a first call is not part of the graph
+                    for _ in range(2):  # allocations of the first call must not be part of the graph
                         self._results(given)
                     side.synchronize()
                     graph = torch.cuda.CUDAGraph()
-                    graph.capture_begin(capture_error_mode="thread_local")  # others may allocate meanwhile
+                    graph.capture_begin(capture_error_mode="thread_local")  # other threads may allocate meanwhile
                     try:
                         results = self._results(given)
                     finally:
                         graph.capture_end()
                 if any(value.ndim == 0 or value.shape[0] != rows for value in results):
-                    raise RuntimeError("its outputs do not have a row per sample")
+                    raise RuntimeError("its outputs do not have one row per input row")
         except RuntimeError as error:
-            log.warning("the net is run without CUDA graphs, since it cannot be captured: %s", error)
+            log.warning("the net runs without CUDA graphs, because it cannot be captured: %s", error)
             self._graphs = None
             return None
         made = self._graphs[rows] = _Graph(graph, given, results)
         return made
 
     def warm(self) -> None:
-        """Captures all sizes, if it has been called before."""
+        """Capture all sizes, if the net has been called before."""
         most = self._placement.batch_rows
         like = next(iter(self._graphs.values()), None) if self._graphs is not None else None
         for rows in sorted({most, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)}):

@@ -1,4 +1,4 @@
-"""An exported program as a net: called with keywords, its weights replaceable as a whole."""
+"""An exported program as a net: called with keyword arguments; its weights can be replaced, all at once."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from shoal.serving.server.servable import Tensors
 
 @dataclass(frozen=True, slots=True)
 class InputSize:
-    """What ``torch.export`` says about one dimension of an input."""
+    """The sizes that ``torch.export`` allows for one dimension of an input."""
 
     text: str
     """A number, the name of a size that varies, or an expression."""
@@ -27,7 +27,7 @@ class InputSize:
 
     @property
     def free(self) -> bool:
-        """Whether any size is good; torch writes a lower bound of 2 where it did not try 0 and 1."""
+        """Whether any size is accepted; torch writes a lower bound of 2 if it did not try 0 and 1."""
         return self.text.isidentifier() and self.low <= 2 and self.high is None
 
     @property
@@ -38,21 +38,21 @@ class InputSize:
 
 
 def _keywords(exported: torch.export.ExportedProgram) -> dict[str, str]:
-    """name of each input in the graph -> the keyword that it was traced with."""
+    """Name of each input in the graph -> the keyword that it was traced with."""
     arguments = exported.call_spec.in_spec
     names = arguments.children()[1].context if hasattr(arguments, "children") else arguments.children_specs[1].context  # pyrefly: ignore
     return dict(zip(map(str, exported.graph_signature.user_inputs), names, strict=True))
 
 
 def input_sizes(exported: torch.export.ExportedProgram) -> dict[str, list[InputSize]]:
-    """keyword of each input of a program -> its sizes."""
+    """Keyword of each input of a program -> its sizes."""
     ranges = {str(symbol): (str(each.lower), str(each.upper)) for symbol, each in exported.range_constraints.items()}
     keywords = _keywords(exported)
     found = {}
     for node in exported.graph.nodes:
         if node.op == "placeholder" and node.name in keywords:
             texts = [str(size) for size in node.meta["val"].shape]
-            limits = [ranges.get(text, ("0", "")) for text in texts]  # an upper bound that is not a number is no bound
+            limits = [ranges.get(text, ("0", "")) for text in texts]  # an upper bound that is no number means unbounded
             found[keywords[node.name]] = [
                 InputSize(text, int(low) if low.isdecimal() else 0, int(high) if high.isdecimal() else None)
                 for text, (low, high) in zip(texts, limits, strict=True)
@@ -61,7 +61,7 @@ def input_sizes(exported: torch.export.ExportedProgram) -> dict[str, list[InputS
 
 
 class ModuleNet:
-    """A program run the ordinary way, which checks its inputs. ``weights``: what its ``state_dict`` has."""
+    """A program run as a torch module, which checks its inputs. ``weights``: its ``state_dict``."""
 
     def __init__(self, exported: torch.export.ExportedProgram) -> None:
         self._exported = exported
@@ -72,7 +72,7 @@ class ModuleNet:
         return self._module(**inputs)
 
     def with_weights(self, weights: Mapping[str, torch.Tensor]) -> "ModuleNet":
-        """The same program with all of its weights replaced; this one stays as it is."""
+        """A copy with all of its weights replaced."""
         other = ModuleNet(self._exported)
         unknown = other._module.load_state_dict(weights, strict=False, assign=True).unexpected_keys
         if unknown:
@@ -82,7 +82,7 @@ class ModuleNet:
 
 
 class DirectNet:
-    """A program called by its graph, its weights bound; ten times less overhead than `ModuleNet`."""
+    """A program whose graph is called directly with its weights, at a tenth of `ModuleNet`'s overhead."""
 
     def __init__(self, exported: torch.export.ExportedProgram, places: list[tuple[str, bool]]) -> None:
         self._exported, self._places = exported, places
@@ -95,25 +95,25 @@ class DirectNet:
         self._run, self._out = self._exported.graph_module.forward, self._exported.call_spec.out_spec
         self._keys = list(self._out.context) if self._out is not None and self._out.type is dict else None
         self.inputs = [alias_of[name] for name, given in self._places if given]
-        """Keywords, in the order of the graph."""
+        """The keywords of the inputs, in the order of the graph."""
         self.steps = [(alias_of[name], None) if given else (None, bound[name]) for name, given in self._places]
 
     def __call__(self, **inputs: torch.Tensor) -> Any:
         return self.named(self.results(inputs))
 
     def results(self, inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What the graph gives, one behind the other."""
+        """The graph's results as a flat list."""
         return self._run(*[value if name is None else inputs[name] for name, value in self.steps])
 
     def named(self, results: Sequence[torch.Tensor]) -> Any:
-        """What the graph gives in the form that the net returned it."""
+        """The graph's results in the structure that the net returned."""
         keys = self._keys
         if keys is not None and len(keys) == len(results):
             return dict(zip(keys, results, strict=True))
         return pytree.tree_unflatten(list(results), self._out)  # pyrefly: ignore
 
     def with_weights(self, weights: Mapping[str, torch.Tensor]) -> "DirectNet":
-        """The same program with all of its weights replaced; this one stays as it is."""
+        """A copy with all of its weights replaced."""
         other = copy.copy(self)
         other.weights = dict(weights)
         other._bind()
@@ -121,10 +121,10 @@ class DirectNet:
 
 
 def direct_call(exported: torch.export.ExportedProgram) -> DirectNet | ModuleNet:
-    """The program as a call with keywords.
+    """The program as a function with keyword arguments.
 
-    Programs that change buffers, take anything but tensors, or limit how their inputs' sizes vary, are run the ordinary
-    way, which checks them.
+    Programs that change buffers, take anything other than tensors, or limit their inputs' sizes run as a torch module,
+    which checks them.
     """
     kinds = torch.export.graph_signature.InputKind
     signature = exported.graph_signature
@@ -151,7 +151,7 @@ def direct_call(exported: torch.export.ExportedProgram) -> DirectNet | ModuleNet
 
 
 def named_outputs(result: Any, names: list[str] | None = None) -> Tensors:
-    """A net's result as ``{alias: tensor}``; a single tensor is ``output``, a tuple takes ``names``."""
+    """A net's result as ``{alias: tensor}``; a single tensor is named ``output``, those of a tuple ``names``."""
     if isinstance(result, dict):
         return result
     if isinstance(result, tuple | list):

@@ -1,6 +1,6 @@
-"""`NativeNet`: an exported program run without torch, where all of its operations are known natively.
+"""`NativeNet`: an exported program run without torch, if all of its operations have native versions.
 
-It can be called without the interpreter, so that requests are answered on as many cores as there are.
+It runs without the interpreter, so requests can be answered on all cores.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.serving.server.net.lowering import Lowering
 from shoal.serving.server.net.row_plan import NotNative, PlanBuilder, Value
 
 Finish = Callable[[PlanBuilder, list[Value]], list[Value]]
-"""Further steps on the outputs of a net, which give its own outputs."""
+"""Adds steps after a net's outputs and returns the final outputs."""
 _SIZES = {operator.add, operator.mul, operator.sub, operator.floordiv}
 _IGNORED = {torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_scalar.default}
 
@@ -28,14 +28,14 @@ class _Rows:
 
 
 class NativeNet:
-    """A net as native steps; called with keywords, as the others are.
+    """A net as native steps; called with keyword arguments.
 
     Args:
         exported: the program; its inputs are ``[rows, ...]`` of float32.
-        finish: more to be done with its outputs, whose names are ``outputs`` then.
+        finish: adds steps after its outputs; the results are named ``outputs``.
 
     Raises:
-        NotNative: something in it is not known natively; the message says what.
+        NotNative: part of it has no native version; the message says which.
     """
 
     def __init__(
@@ -43,32 +43,32 @@ class NativeNet:
     ) -> None:
         direct = direct_call(exported)
         if not isinstance(direct, DirectNet):
-            raise NotNative("the program limits its inputs, or changes what it has")
+            raise NotNative("the program restricts its inputs or changes its buffers")
         self.inputs = direct.inputs
-        """Keywords, in the order of the plan."""
+        """The keywords of the inputs, in the order of the plan."""
         self.sizes: dict[str, tuple[int, ...]] = {}
-        """Of one row of each input."""
+        """The sizes of one row of each input."""
         self.weights: Mapping[str, torch.Tensor] = direct.weights
         self._outputs = list(outputs)
         self._direct = direct
         self._placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
         self._fixed_nodes: list[torch.fx.Node] = []
-        self._made: list[tuple[Any, Any]] = []  # the last weights that were given, and the net with them
+        self._made: list[tuple[Any, Any]] = []  # the last weights given to with_weights, and the net with them
         self._lower(exported.graph, finish)
         self._bind()
 
-    # --- making it --------------------------------------------------------------------------------------------------
+    # --- construction -----------------------------------------------------------------------------------------------
 
     def _lower(self, graph: torch.fx.Graph, finish: Finish | None) -> None:
         given = dict(zip(self._placeholders, self._direct.steps, strict=True))
         shapes = {node: node.meta["val"] for node, (name, _) in given.items() if name is not None}
         rows = {str(value.shape[0]) if value.ndim else "0" for value in shapes.values()}
         if not rows or any(each.isdecimal() for each in rows):
-            raise NotNative("the number of rows of its inputs must vary")
+            raise NotNative("the number of rows of its inputs is fixed")
         for node, value in shapes.items():
             name = str(given[node][0])
             if value.dtype != torch.float32 or not all(isinstance(size, int) for size in value.shape[1:]):
-                raise NotNative(f"input {name!r} is not float32 with one size")
+                raise NotNative(f"input {name!r} is not float32 with fixed sizes")
             self.sizes[name] = tuple(int(size) for size in value.shape[1:])
         plan = PlanBuilder([self.sizes[name] for name in self.inputs])
         self._fixed: dict[Any, Any] = {node: value for node, (name, value) in given.items() if name is None}
@@ -81,14 +81,14 @@ class NativeNet:
             if node.op == "output":
                 found = [values.get(each, self._fixed.get(each)) for each in node.args[0]]
             elif node.op == "get_attr":
-                raise NotNative(f"the graph has a part of its own, {node.target}")
+                raise NotNative(f"the graph has a sub-graph, {node.target}")
             elif node.op == "call_function" and node.target not in _IGNORED:
                 self._lower_node(node, values, low)
         if not all(isinstance(each, Value) for each in found):
             raise NotNative("an output does not depend on the inputs")
         results = list(found) if finish is None else finish(plan, list(found))
         self.shapes = [value.sizes for value in results]
-        """Of one row of each output."""
+        """The sizes of one row of each output."""
         self._plan, self._constants, self._indices = plan.build(results), plan.constants, low.indices
 
     def _lower_node(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any], low: Lowering) -> None:
@@ -112,13 +112,13 @@ class NativeNet:
             return node.target(*arguments, **options)  # pyrefly: ignore
 
     def _bind(self) -> None:
-        """Computes what depends on the weights alone."""
+        """Compute the values that depend only on the weights."""
         constants = [make() for make in self._constants]
         self.core = _core.RowNet(self._plan, [(one.data_ptr(), one.numel()) for one in constants])
 
     @property
     def multiplications(self) -> int:
-        """Of one row."""
+        """The number of multiplications per row."""
         return self._plan.multiplications
 
     # --- as a net ---------------------------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ class NativeNet:
         return dict(zip(self._outputs, made, strict=True)) if self._outputs else self._direct.named(made)
 
     def with_weights(self, weights: Mapping[str, torch.Tensor]) -> NativeNet | DirectNet:
-        """The same net with all of its weights replaced; this one stays as it is. One caller at a time.
+        """A copy of the net with all of its weights replaced. One caller at a time.
 
-        Torch runs it where the weights choose other columns than before.
+        Torch runs the copy if indices among the weights have changed.
         """
         if self._made and self._made[0][0] is weights:
             return self._made[0][1]
@@ -157,6 +157,6 @@ class NativeNet:
         for node in self._fixed_nodes:
             self._fixed[node] = self._evaluated(node)
         if any(self._fixed[node].tolist() != numbers for node, numbers in self._indices):
-            return other._direct  # which columns it chooses is part of the plan
+            return other._direct  # indices are part of the plan
         other._bind()
         return other

@@ -1,4 +1,4 @@
-"""What each operation of torch is in steps over rows."""
+"""The native steps for each torch operation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def operation(*targets: Any) -> Callable[[Operation], Operation]:
 
 
 def _maps() -> None:
-    """Operations on each value."""
+    """Add the element-wise operations."""
     for target, op in {
         aten.relu.default: Op.relu, aten.sigmoid.default: Op.sigmoid, aten.tanh.default: Op.tanh,
         aten.exp.default: Op.exp, aten.log.default: Op.log, aten.sqrt.default: Op.sqrt,
@@ -125,13 +125,13 @@ def _addcmul(low: Lowering, node: Any, a: Any, b: Any, c: Any, *, value: float =
 )  # fmt: skip
 def _same(low: Lowering, node: Any, a: Any, *others: Any, **options: Any) -> Value:
     if node.target is aten.dropout.default and others[1:] != (False,):
-        raise NotNative("dropout of training")
+        raise NotNative("dropout in training mode")
     return low.value(a)
 
 
 @operation(aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default)
 def _to(low: Lowering, node: Any, a: Any, *others: Any, **options: Any) -> Value:
-    return low.value(a)  # the result is float32, which was checked, as all values are
+    return low.value(a)  # values are float32, and so is the result: `lower` has checked it
 
 
 # --- matrices -------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def _linear(low: Lowering, node: Any, a: Any, weight: Any, bias: Any = None) -> 
 def _addmm(low: Lowering, node: Any, plus: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Value:
     if beta != 1 or alpha != 1:
         raise NotNative("addmm with factors")
-    return low.plan.matrix(_computed(a), low.value(b), False, low._beside(plus, 1))
+    return low.plan.matrix(_computed(a), low.value(b), False, low.broadcastable(plus, 1))
 
 
 @operation(aten.mm.default, aten.bmm.default, aten.matmul.default)
@@ -161,7 +161,7 @@ def _matmul(low: Lowering, node: Any, a: Any, b: Any) -> Value:
 
 def _computed(a: Any) -> Value:
     if not isinstance(a, Value) or a.buffer < 0:
-        raise NotNative("a product that begins with a constant")
+        raise NotNative("the first factor of a product is a constant")
     return a
 
 
@@ -178,7 +178,7 @@ def _mean(low: Lowering, node: Any, a: Value, dims: Any, keep: bool = False, *, 
     found = low.dims_of(a, dims)
     count = math.prod(a.sizes[each] for each in found)
     if not count:
-        raise NotNative("a mean of nothing")
+        raise NotNative("a mean of no values")
     return low.plan.map(Op.divide, low.plan.reduce(Op.sum, a, found, keep), low.plan.number(count))
 
 
@@ -198,18 +198,18 @@ def _norm(
 
 @operation(aten.softmax.int, aten._softmax.default)
 def _softmax(low: Lowering, node: Any, a: Value, dim: int, *others: Any) -> Value:
-    exp = low.plan.map(Op.exp, _less_largest(low, a, dim))
+    exp = low.plan.map(Op.exp, _minus_max(low, a, dim))
     return low.plan.map(Op.divide, exp, low.plan.reduce(Op.sum, exp, low.dims_of(a, dim), True))
 
 
 @operation(aten.log_softmax.int, aten._log_softmax.default)
 def _log_softmax(low: Lowering, node: Any, a: Value, dim: int, *others: Any) -> Value:
-    less = _less_largest(low, a, dim)
-    total = low.plan.reduce(Op.sum, low.plan.map(Op.exp, less), low.dims_of(a, dim), True)
-    return low.plan.map(Op.subtract, less, low.plan.map(Op.log, total))
+    shifted = _minus_max(low, a, dim)
+    total = low.plan.reduce(Op.sum, low.plan.map(Op.exp, shifted), low.dims_of(a, dim), True)
+    return low.plan.map(Op.subtract, shifted, low.plan.map(Op.log, total))
 
 
-def _less_largest(low: Lowering, a: Value, dim: int) -> Value:
+def _minus_max(low: Lowering, a: Value, dim: int) -> Value:
     return low.plan.map(Op.subtract, a, low.plan.reduce(Op.largest, a, low.dims_of(a, dim), True))
 
 
@@ -221,7 +221,7 @@ def _layer_norm(
     plan = low.plan
     dims = list(range(len(a.sizes) - len(shape), len(a.sizes)))
     if min(dims) < 0:
-        raise NotNative("a layer norm goes over the rows")
+        raise NotNative("a layer norm includes the row dimension")
     count = plan.number(math.prod(shape))
     centred = plan.map(Op.subtract, a, plan.map(Op.divide, plan.reduce(Op.sum, a, dims, True), count))
     variance = plan.map(Op.divide, plan.reduce(Op.sum, plan.map(Op.square, centred), dims, True), count)
@@ -236,7 +236,7 @@ def _batch_norm(
     momentum: float, eps: float, *others: Any,
 ) -> Value:  # fmt: skip
     if training or mean is None or variance is None:
-        raise NotNative("batch norm of training")
+        raise NotNative("batch norm in training mode")
     fixed = low.fixed
     tail = [1] * (len(a.sizes) - 1)
 
@@ -256,14 +256,12 @@ def _batch_norm(
 
 @operation(aten.cat.default)
 def _cat(low: Lowering, node: Any, parts: Sequence[Any], dim: int = 0) -> Value:
-    values = [part if isinstance(part, Value) else _rows_of(low, part) for part in parts]
-    values = [value for value in values if value.sizes != (0,)] or values[:1]  # what torch leaves out
+    for part in parts:
+        if not isinstance(part, Value):
+            raise NotNative(f"a constant, {part!r}, is joined with rows")
+    values = [part for part in parts if part.sizes != (0,)] or parts[:1]  # torch ignores empty arguments
     (found,) = low.dims_of(values[0], dim)
     return low.plan.joined(values, found)
-
-
-def _rows_of(low: Lowering, given: Any) -> Value:
-    raise NotNative(f"a constant, {given!r}, is joined with rows")
 
 
 @operation(aten.stack.default)
@@ -350,7 +348,7 @@ def _ordered(a: Value, order: Sequence[int]) -> Value:
 @operation(aten.expand.default, aten.expand_as.default)
 def _expand(low: Lowering, node: Any, a: Any, *others: Any, **options: Any) -> Value:
     sizes = low.sizes_of(node)
-    return (a if isinstance(a, Value) else low._beside(a, len(sizes))).broadcast(sizes)
+    return (a if isinstance(a, Value) else low.broadcastable(a, len(sizes))).broadcast(sizes)
 
 
 @operation(
@@ -395,6 +393,6 @@ def _index_select(low: Lowering, node: Any, a: Value, dim: int, index: Any) -> V
 def _index(low: Lowering, node: Any, a: Value, indices: Sequence[Any]) -> Value:
     given = [i for i, each in enumerate(indices) if each is not None]
     if len(given) != 1:
-        raise NotNative("rows are chosen by several indices")
+        raise NotNative("an operation has several indices")
     (found,) = low.dims_of(a, given[0])
     return low.plan.selected(a, found, [each % a.sizes[found] for each in low.numbers(indices[given[0]])])

@@ -1,4 +1,4 @@
-"""`NativePredictor`: requests of a signature answered without the interpreter, from their bytes to their answers."""
+"""`NativePredictor`: answers a signature's serialised requests without the interpreter."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Tables that a feature's rows are in: one, or one per shard, with the ids of its remainder."""
+    """The tables that hold a feature's rows: one, or one per shard, with ids assigned by remainder."""
 
     places: tuple[Place, ...]
     tables: tuple[Any, ...]
-    """Native ones."""
+    """The native tables, one per place."""
     dim: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadFeature:
-    """A feature: where its rows are, how the rows of a bag become one, and where they go in the net's inputs."""
+    """A feature: where its rows come from, how they are pooled, and their position in the net's inputs."""
 
     source: str
     combiner: int = SUM
     length: int = 1
     padding: int | None = None
-    apart: bool = False
-    """Every id has a row of its own."""
+    unpooled: bool = False
+    """Whether each id has its own row in the net's input."""
     input: str
     column: int = 0
 
 
 class NativePredictor:
-    """Keeps what native code reads from until it is closed.
+    """Answers requests natively; keeps everything that native code reads alive until it is closed.
 
     Args:
-        net: what it runs.
-        sources: by the names that features use.
+        net: the net to run.
+        sources: name used in ``features`` -> tables.
         outputs: names of the net's outputs.
-        reader: reads requests of features, whose numbers are the net's input ``numbers``; or:
-        inputs: name -> what requests have under it: the ids of the feature of that name, or an input of the net.
+        reader: reads requests of raw features; their numbers are the net's input ``numbers``.
+        inputs: without a reader, the inputs of requests: ids of the feature of that name, or an input of the net.
 
     Raises:
         NotNative: it cannot be done natively; the message says why.
@@ -80,7 +80,7 @@ class NativePredictor:
         tables = [list(source.tables) for source in sources.values()]
         listed = [
             (
-                order.index(one.source), one.combiner, one.length, one.padding, one.apart,
+                order.index(one.source), one.combiner, one.length, one.padding, one.unpooled,
                 net.inputs.index(one.input), one.column,
             )
             for one in features.values()
@@ -97,9 +97,9 @@ class NativePredictor:
             raise NotNative(str(error)) from None
 
     def prepare(self, net: Any) -> Callable[[Mapping[Place, Fresh]], None]:
-        """What switches to the weights of ``net`` (None: those that there are) and to fresh rows.
+        """A function that switches to the weights of ``net`` (None: the current ones) and to fresh rows.
 
-        It returns when no batch runs that began before.
+        The function returns when all batches that began earlier have ended.
         """
         native = None if net is None else self._net.with_weights(net.weights)
         if native is not None and not isinstance(native, NativeNet):
@@ -115,7 +115,7 @@ class NativePredictor:
         return switch
 
     def close(self) -> None:
-        """No batch begins any more; returns when none runs."""
+        """Start no further batches; returns when none is running."""
         if not self.core.close(WAIT_SECS):
             log.error("a batch has run for more than %.0f s", WAIT_SECS)
 
@@ -133,11 +133,11 @@ def _named(
     if alias in features:
         one = features[alias]
         if spec.dtype != "int64" or len(shape) != 1:
-            raise NotNative(f"input {alias!r} must be ids [rows, ids]")
-        shape = [one.length] if one.apart else shape
+            raise NotNative(f"input {alias!r} is not int64 ids [rows, ids]")
+        shape = [one.length] if one.unpooled else shape
         return alias, dtype_code("int64"), shape, list(features).index(alias), net.inputs.index(one.input)
     if alias not in net.inputs or spec.dtype != "float" or -1 in shape:
-        raise NotNative(f"input {alias!r} is not float32 of one size")
+        raise NotNative(f"input {alias!r} is not float32 with fixed sizes")
     if math.prod(shape) != math.prod(net.sizes[alias]):
-        raise NotNative(f"input {alias!r} is not of the net's size")
+        raise NotNative(f"input {alias!r} does not have the size of the net's input")
     return alias, dtype_code("float"), shape, -1, net.inputs.index(alias)

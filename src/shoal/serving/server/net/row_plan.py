@@ -1,7 +1,7 @@
 """Plans of native nets: steps over the values of one row, and the constants that they use.
 
-A value is a view: a buffer with so many floats per row (or a constant, which all rows share), where it begins there,
-and the sizes and strides of one row. What torch does by views costs nothing here.
+A value is a view: a buffer with a number of floats per row (or a constant, shared by all rows), an offset, and the
+sizes and strides of one row. Operations that are views in torch cost nothing here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal import _core
 
 
 class NotNative(Exception):
-    """A net has something that only torch can run; the message says what."""
+    """Part of a net can only be run by torch; the message says which."""
 
 
 Op = IntEnum(
@@ -28,14 +28,14 @@ Op = IntEnum(
     "clamp power add subtract multiply divide maximum minimum sum largest",
     start=0,
 )
-"""What a map does with each value. The order is shared with csrc/nn/net/loops.h."""
+"""The element-wise operations. Their order is shared with csrc/nn/net/loops.h."""
 _MAP, _MATRIX, _PRODUCT, _SELECT = range(4)
 _REDUCES = {Op.sum: 0.0, Op.largest: -math.inf}
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Where the values of a row are; ``buffer`` < 0 is the constant ``~buffer``."""
+    """The location of a row's values; ``buffer`` < 0 is the constant ``~buffer``."""
 
     buffer: int
     at: int
@@ -44,7 +44,7 @@ class Value:
 
     @property
     def dense(self) -> bool:
-        """Whether the values of a row lie one behind the other."""
+        """Whether the values of a row are contiguous."""
         packed = contiguous_strides(self.sizes)
         return all(size == 1 or have == want for size, have, want in zip(self.sizes, self.strides, packed, strict=True))
 
@@ -53,7 +53,7 @@ class Value:
         return math.prod(self.sizes)
 
     def broadcast(self, sizes: Sequence[int]) -> Value:
-        """The same values for larger sizes, as torch broadcasts."""
+        """The same values broadcast to larger sizes, as in torch."""
         extra = len(sizes) - len(self.sizes)
         if extra < 0:
             raise NotNative(f"values of sizes {list(self.sizes)} do not fit {list(sizes)}")
@@ -69,7 +69,7 @@ class Value:
 
 
 def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Of values that lie one behind the other."""
+    """The strides of contiguous values."""
     return tuple(accumulate(reversed(sizes[1:]), lambda a, b: a * b, initial=1))[::-1] if sizes else ()
 
 
@@ -89,7 +89,7 @@ class _Step:
 
 
 class PlanBuilder:
-    """Collects the steps of a plan; every method returns where its result is.
+    """Collects the steps of a plan; every method returns the location of its result.
 
     ``constants`` are functions: they are called again when the weights change.
     """
@@ -102,12 +102,12 @@ class PlanBuilder:
         self._steps: list[_Step] = []
 
     def new(self, sizes: Sequence[int]) -> Value:
-        """Room for a result."""
+        """Allocate a buffer for a result."""
         self._floats.append(math.prod(sizes))
         return Value(len(self._floats) - 1, 0, tuple(sizes), contiguous_strides(sizes))
 
     def constant(self, make: Callable[[], torch.Tensor]) -> Value:
-        """The tensor that ``make`` gives, the same for all rows; its dimensions are those of one row."""
+        """The tensor that ``make`` returns, the same for all rows; its dimensions are those of one row."""
         made = make()
         if made.dtype != torch.float32:
             raise NotNative(f"a constant is {made.dtype}")
@@ -133,7 +133,7 @@ class PlanBuilder:
         return into
 
     def dense(self, a: Value) -> Value:
-        """The same without gaps."""
+        """The same values, contiguous."""
         return a if a.dense and a.buffer >= 0 else self.copied(a)
 
     def reduce(self, op: Op, a: Value, dims: Sequence[int], keep: bool) -> Value:
@@ -144,7 +144,7 @@ class PlanBuilder:
         return out if keep else squeezed(out, dims)
 
     def matrix(self, a: Value, weight: Value, transposed: bool, plus: Value | None = None) -> Value:
-        """``a [..., k]`` times a constant ``[k, n]``, or ``[n, k]`` if it is ``transposed``, plus something."""
+        """``a [..., k]`` times a constant ``[k, n]``, or ``[n, k]`` if it is ``transposed``; plus ``plus``."""
         if len(weight.sizes) != 2 or not a.sizes:
             raise NotNative(f"a product of sizes {list(a.sizes)} and {list(weight.sizes)}")
         k, n = reversed(weight.sizes) if transposed else weight.sizes
@@ -157,8 +157,8 @@ class PlanBuilder:
         out = self.new([*a.sizes[:-1], n])
         if plus is not None:
             plus = plus.broadcast(out.sizes)
-            even = plus.buffer < 0 and not any(plus.strides[:-1]) and (n == 1 or plus.strides[-1] == 1)
-            if not even and (len(out.sizes) > 1 or not plus.dense):
+            is_bias = plus.buffer < 0 and not any(plus.strides[:-1]) and (n == 1 or plus.strides[-1] == 1)
+            if not is_bias and (len(out.sizes) > 1 or not plus.dense):
                 plus = self.copied(plus)
         self._steps.append(_Step(_MATRIX, 0, out, a, plus, matrix=(~weight.buffer, k, n, row, column)))
         return out
@@ -175,7 +175,7 @@ class PlanBuilder:
         return out
 
     def selected(self, a: Value, dim: int, chosen: list[int]) -> Value:
-        """Some of ``a`` along a dimension."""
+        """The entries ``chosen`` of ``a`` along a dimension."""
         a = self.dense(a)
         sizes = [*a.sizes[:dim], len(chosen), *a.sizes[dim + 1 :]]
         out = self.new(sizes)
@@ -184,7 +184,7 @@ class PlanBuilder:
         return out
 
     def joined(self, parts: Sequence[Value], dim: int) -> Value:
-        """The parts one behind the other along a dimension."""
+        """The parts concatenated along a dimension."""
         sizes = list(parts[0].sizes)
         sizes[dim] = sum(part.sizes[dim] for part in parts)
         out = self.new(sizes)
@@ -201,10 +201,8 @@ class PlanBuilder:
 
     def build(self, outputs: Sequence[Value]) -> Any:
         """The native plan, whose results are ``outputs``."""
-        count = len(self.inputs)
         for out in outputs:
-            into = self.new(out.sizes)
-            self.copied(out, into)
+            self.copied(out)
         results = range(len(self._floats) - len(outputs), len(self._floats))
         places, floats = self._places(results)
         steps = [
@@ -215,7 +213,7 @@ class PlanBuilder:
             for step in self._steps
         ]  # fmt: skip
         try:
-            return _core.RowPlan(floats, count, len(outputs), self._sizes, steps)
+            return _core.RowPlan(floats, len(self.inputs), len(outputs), self._sizes, steps)
         except ValueError as error:
             raise NotNative(str(error)) from None
 
@@ -226,7 +224,7 @@ class PlanBuilder:
         return replace(view, buffer=places.get(view.buffer, view.buffer)).native()
 
     def _places(self, results: range) -> tuple[dict[int, int], list[int]]:
-        """A place for each buffer: inputs, outputs, then those between, which take over what is no longer needed."""
+        """A location for each buffer: inputs, outputs, then intermediate ones, which reuse free locations."""
         inputs = len(self.inputs)
         places = {i: i for i in range(inputs)} | {buffer: inputs + i for i, buffer in enumerate(results)}
         floats = self._floats[:inputs] + [self._floats[buffer] for buffer in results]
@@ -247,6 +245,6 @@ class PlanBuilder:
 
 
 def squeezed(a: Value, dims: Sequence[int]) -> Value:
-    """Without the dimensions of size 1 among ``dims``."""
+    """``a`` without the dimensions of size 1 among ``dims``."""
     kept = [i for i, size in enumerate(a.sizes) if i not in dims or size != 1]
     return Value(a.buffer, a.at, tuple(a.sizes[i] for i in kept), tuple(a.strides[i] for i in kept))

@@ -1,1 +1,1 @@
-"""TF-Serving's REST form, metrics, health and the status page."""
+"""TF-Serving's REST API, metrics, health and the status page."""

@@ -1,4 +1,4 @@
-"""TF-Serving's REST form, metrics, health and the status page, over plain HTTP or TLS."""
+"""TF-Serving's REST API, metrics, health and the status page, over plain HTTP or TLS."""
 
 import json
 import re
@@ -37,7 +37,7 @@ _PATH = re.compile(
 
 
 class RestServer(HttpPort):
-    """The HTTP side of a ``ModelServer``."""
+    """The HTTP port of a ``ModelServer``."""
 
     def __init__(self, server: Any, address: str) -> None:
         super().__init__(
@@ -76,9 +76,11 @@ class _Handler(PageHandler):
         try:
             data = unpacker.decompress(data, limit)
         except zlib.error as error:
-            raise invalid_argument(f"the body is not {encoding}: {error}") from None
+            raise invalid_argument(f"the body is not valid {encoding}: {error}") from None
         if unpacker.unconsumed_tail:
-            raise StatusError(Code.RESOURCE_EXHAUSTED, f"the unpacked body must have at most {limit} bytes, got more")
+            raise StatusError(
+                Code.RESOURCE_EXHAUSTED, f"the decompressed body must have at most {limit} bytes, got more"
+            )
         return data
 
     # --- routes -----------------------------------------------------------------------------------------------------

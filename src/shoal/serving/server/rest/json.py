@@ -1,4 +1,4 @@
-"""TF-Serving's JSON to and from tensors: rows or columns, strings as text or base64."""
+"""Converts TF-Serving's JSON to tensors and back: rows or columns, strings as text or base64."""
 
 import base64
 import binascii
@@ -14,9 +14,9 @@ from shoal.serving.tensors import MAX_TENSOR_BYTES, dtype_code, torch_dtype
 
 
 def columns_of(instances: Any, *, fill: bool = False) -> Any:
-    """Rows as ``{alias: values of all rows}``; rows of a single input that is not named stay a list.
+    """Convert rows to ``{alias: values of all rows}``; rows of a single unnamed input stay a list.
 
-    ``fill``: values that a row lacks are None; otherwise all rows must have the same keys.
+    ``fill``: missing values become None; otherwise all rows must have the same keys.
     """
     if not isinstance(instances, list) or not instances:
         raise invalid_argument("instances must be a list of at least one row")
@@ -36,12 +36,12 @@ def _is_b64(value: Any) -> bool:
 
 
 def tensors_of(columns: dict[str, Any], specs: dict[str, Any], max_bytes: int = MAX_TENSOR_BYTES) -> Tensors:
-    """Tensors of the dtypes that the signature wants; a DataError for values of another kind names the input.
+    """Convert columns to tensors of the signature's dtypes; raises a DataError that names the input if that fails.
 
-    ``max_bytes`` is what rows that are filled up may take, all inputs together.
+    ``max_bytes`` limits the total size of all inputs after padding.
     """
     tensors: Tensors = {}
-    if columns.keys() != specs.keys():  # refused by name when inputs are checked
+    if columns.keys() != specs.keys():  # the check of inputs names the wrong ones
         return {alias: torch.empty(0, device="cpu") for alias in columns}
     for alias, value in columns.items():
         spec = specs[alias]
@@ -52,7 +52,7 @@ def tensors_of(columns: dict[str, Any], specs: dict[str, Any], max_bytes: int = 
             dtype = torch_dtype(dtype_code(spec.dtype))
             assert dtype is not None
             if len(spec.shape or ()) == 2:
-                value = _filled(value, spec.padding, max_bytes // dtype.itemsize)
+                value = _padded(value, spec.padding, max_bytes // dtype.itemsize)
             if not dtype.is_floating_point and _has_fractions(value):
                 raise ValueError("a number has a fraction; the values must be integers")
             tensors[alias] = torch.tensor(value, dtype=dtype, device="cpu")
@@ -63,11 +63,11 @@ def tensors_of(columns: dict[str, Any], specs: dict[str, Any], max_bytes: int = 
 
 
 def raw_columns(columns: dict[str, Any]) -> dict[str, Any]:
-    """Raw values as JSON has them, texts in base64 decoded; a DataError for anything else names the input."""
+    """Check the raw values of columns and decode base64; raises a DataError that names the input if that fails."""
     made = {}
     for alias, values in columns.items():
         if not isinstance(values, list):
-            raise DataError(f"input {alias!r} must be a list with a value per row, got {values!r}")
+            raise DataError(f"input {alias!r} must be a list with one value per row, got {values!r}")
         try:
             made[alias] = [_raw(value) for value in values]
         except (ValueError, TypeError) as error:
@@ -86,13 +86,13 @@ def _raw(value: Any, inner: bool = False) -> Any:
 
 
 def _has_fractions(value: Any) -> bool:
-    """Whether a number is not written as an integer; torch would cut its fraction off."""
+    """Whether a number is not written as an integer; torch would truncate it."""
     array = np.asarray(value)
     return bool(array.size) and array.dtype.kind == "f"
 
 
-def _filled(rows: Any, padding: int | None, most: int) -> Any:
-    """Rows of one length: short ones are filled up with the padding id."""
+def _padded(rows: Any, padding: int | None, most: int) -> Any:
+    """Pad short rows with the padding id to one length."""
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         return rows
     lengths = {len(row) for row in rows}
@@ -101,11 +101,11 @@ def _filled(rows: Any, padding: int | None, most: int) -> Any:
     if padding is None:
         raise ValueError(
             f"rows must have equal lengths, got {min(lengths)} to {max(lengths)} values; pad them, or export ids with "
-            "Feature(padding=ID) to have that done here"
+            "Feature(padding=ID) to let the server pad them"
         )
     if (count := len(rows) * max(lengths)) > most:
         raise ValueError(
-            f"rows must hold at most {max(0, most)} values when filled up, got {count} ({len(rows)} * {max(lengths)})"
+            f"rows must hold at most {max(0, most)} values after padding, got {count} ({len(rows)} * {max(lengths)})"
         )
     return [[*row, *[padding] * (max(lengths) - len(row))] for row in rows]
 
@@ -117,14 +117,14 @@ def _strings(value: Any) -> Any:
         try:
             return base64.b64decode(value["b64"], validate=True)
         except (binascii.Error, TypeError) as error:
-            raise ValueError(f"b64 text is broken: {error}") from None
+            raise ValueError(f"b64 text is malformed: {error}") from None
     if isinstance(value, str):
         return value.encode()
     raise TypeError(f"values must be strings, got {type(value).__name__}")
 
 
 def plain(value: Any) -> Any:
-    """A tensor as JSON has it; bytes as ``{"b64": text}``."""
+    """Convert a tensor to JSON values; bytes become ``{"b64": text}``."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""What a model server shows of itself: what it serves, how fresh it is, how busy it is."""
+"""A model server's status page: its models, their freshness, and its load."""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from shoal.proto.serving.tf_serving_pb2 import ModelVersionStatus
 
 
 def snapshot(server: Any) -> dict[str, Any]:
-    """What a model server tells of itself, as plain values."""
+    """A model server's status as plain values."""
     models, tables = [], []
     now = time.time()
     for model in sorted(server.models(), key=lambda each: each.name):
@@ -72,7 +72,7 @@ def snapshot(server: Any) -> dict[str, Any]:
 
 
 class ShownServer(Shown):
-    """A ``ModelServer`` as its status page shows it."""
+    """The status page of a ``ModelServer``."""
 
     counters = ("requests", "failed", "refused")
 
@@ -110,7 +110,7 @@ class ShownServer(Shown):
         }
 
     def _per_batch(self, what: str, sizes: Histogram) -> float | None:
-        """The mean of the batches since the last reading."""
+        """The mean batch size since the last reading."""
         before, self._sizes[what] = self._sizes.get(what, (0, 0.0)), (sizes.count, sizes.sum)
         count = sizes.count - before[0]
         return (sizes.sum - before[1]) / count if count else None
@@ -137,7 +137,7 @@ class ShownServer(Shown):
                 tile("requests", found["requests"]),
                 tile("failed", found["failed"], tone="bad" if found["failed"] else ""),
                 tile("refused: overload", found["refused"], tone="bad" if found["refused"] else ""),
-                tile("refused: too often", found["rate_refused"], tone="warn" if found["rate_refused"] else ""),
+                tile("refused: rate limit", found["rate_refused"], tone="warn" if found["rate_refused"] else ""),
             ],
             charts=[
                 chart("requests", {"answered": "requests", "failed": "failed", "refused": "refused"}, "per_s"),
@@ -180,14 +180,14 @@ def _state(version: dict[str, Any]) -> Part:
 
 
 def _if_served(model: dict[str, Any], version: dict[str, Any]) -> list[Any]:
-    """Step, age, what runs the net, and signatures of the version that is served; what is wrong with another one."""
+    """Step, age, net runtime and signatures of the served version; for any other version, its error."""
     if version["version"] != model["serves"]:
         return [None, None, None, version["error"]]
     return [model["step"], model["age_s"], model["net"], ", ".join(model["signatures"])]
 
 
 def _worst(rows: list[dict[str, Any]], key: str) -> Any:
-    """The largest value, None where none is known."""
+    """The largest known value; None if there is none."""
     return max((each[key] for each in rows if each[key] is not None), default=None)
 
 
@@ -199,32 +199,37 @@ def _mean(sizes: Histogram) -> float | None:
 _OF_TABLES = {
     "shoal_serving_table_rows": ("gauge", "Rows of a table", "rows"),
     "shoal_serving_table_bytes": ("gauge", "Memory of a table", "bytes"),
-    "shoal_serving_pushed_rows": ("counter", "Rows that were pushed since the version was loaded", "pushed_rows"),
-    "shoal_serving_lag_seconds": ("gauge", "From the oldest gradient of the last push to its being served", "lag_s"),
+    "shoal_serving_pushed_rows": ("counter", "Rows pushed since the version was loaded", "pushed_rows"),
+    "shoal_serving_lag_seconds": ("gauge", "From the oldest gradient in the last push until it was served", "lag_s"),
     "shoal_serving_since_push_seconds": ("gauge", "Since the last push", "since_push_s"),
 }
 _OF_MODELS = {
-    "shoal_serving_model_version": ("gauge", "The version that is served", "serves"),
-    "shoal_serving_model_step": ("gauge", "The trainer's step that a model has come to", "step"),
+    "shoal_serving_model_version": ("gauge", "The version being served", "serves"),
+    "shoal_serving_model_step": ("gauge", "The trainer's step that a model has reached", "step"),
     "shoal_serving_model_age_seconds": ("gauge", "Since the newest rows were read from the trainer", "age_s"),
 }
 
 
 def _families(server: Any) -> Iterator[Family]:
-    """The figures of the page for Prometheus, in addition to what is counted as requests come."""
+    """The page's figures for Prometheus, in addition to the request counters."""
     found = snapshot(server)
     for name, kind, text, value in (
         ("shoal_serving_requests", "counter", "Requests answered", found["requests"]),
         ("shoal_serving_failed", "counter", "Requests answered with an error", found["failed"]),
-        ("shoal_serving_overload_refused", "counter", "Requests refused since too many waited", found["refused"]),
+        (
+            "shoal_serving_overload_refused",
+            "counter",
+            "Requests refused because too many were waiting",
+            found["refused"],
+        ),
         (
             "shoal_serving_rate_refused",
             "counter",
-            "Requests refused since a caller asked too often",
+            "Requests refused because a caller exceeded its rate limit",
             found["rate_refused"],
         ),
         ("shoal_serving_uptime_seconds", "gauge", "Since the server was started", found["uptime_s"]),
-        ("shoal_serving_ready", "gauge", "1 while requests may come", int(not found["not_ready"])),
+        ("shoal_serving_ready", "gauge", "1 while the server accepts requests", int(not found["not_ready"])),
     ):
         yield Family(name, kind, text).add(value)
     yield Family("shoal_serving_batch_rows", "histogram", "Rows of a batch").add(server.traffic.batch_rows)

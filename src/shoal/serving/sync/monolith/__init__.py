@@ -1,1 +1,1 @@
-"""Sync clients under their specified names: rounds of plain Predict calls, made by the publisher."""
+"""The sync client of Monolith's interface: its rounds are plain Predict calls, made by the publisher."""

@@ -1,4 +1,4 @@
-"""The sync clients of a process, by name, and what their users do with them."""
+"""The sync clients of a process, by name, and the operations on them."""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from shoal.errors import ConfigError
 from shoal.proto.serving.parameter_sync_pb2 import ClientConfig
 from shoal.serving.status import invalid_argument
 from shoal.serving.sync.monolith.handle import DummySyncHandle, SyncClientHandle
-from shoal.serving.sync.push import result_json
+from shoal.serving.sync.monolith.push_client import result_json
 from shoal.table.export_mode import is_exporting_standalone
 
 
@@ -30,7 +30,7 @@ _registry = _Registry()
 
 
 def reset_sync_clients() -> None:
-    """Closes and forgets every sync client of the process."""
+    """Close and forget every sync client of the process."""
     with _registry.lock:
         handles = list(_registry.handles.values())
         _registry.handles.clear()
@@ -41,9 +41,9 @@ def reset_sync_clients() -> None:
 def parameter_sync_client_from_config(
     config: ClientConfig | bytes | None = None, name_suffix: str = ""
 ) -> SyncClientHandle:
-    """The client ``MonolithSyncClient_<suffix>``; asking twice returns the same object.
+    """The client ``MonolithSyncClient_<suffix>``; calls with the same suffix return the same object.
 
-    ``config`` gives the first targets and is used on creation only.
+    ``config`` has the first targets; it is used only on creation.
     """
     name = f"MonolithSyncClient_{name_suffix}"
     if config is not None and not isinstance(config, ClientConfig):
@@ -52,7 +52,7 @@ def parameter_sync_client_from_config(
 
 
 def create_parameter_sync_clients(ps_num: int) -> list[SyncClientHandle]:
-    """One client per parameter server, or the one client with the empty suffix when there is none."""
+    """One client per parameter server; if ``ps_num`` is 0, the client with the empty suffix."""
     if ps_num < 0:
         raise ConfigError(f"create_parameter_sync_clients: ps_num must be >= 0, got {ps_num}")
     if ps_num == 0:
@@ -83,7 +83,7 @@ class ParameterSyncClient:
     """A handle's operations.
 
     Args:
-        client: what `parameter_sync_client_from_config` and its like return, or another ``ParameterSyncClient``.
+        client: a handle, as `parameter_sync_client_from_config` returns it, or another ``ParameterSyncClient``.
     """
 
     def __init__(self, client: "SyncClientHandle | ParameterSyncClient") -> None:
@@ -94,11 +94,11 @@ class ParameterSyncClient:
         return self._handle
 
     def as_op(self) -> SyncClientHandle:
-        """Forces creation, which the handle's existence already did."""
+        """Does nothing: the client already exists."""
         return self._handle
 
     def create_sync_op(self, config_str: bytes | ClientConfig) -> list[str]:
-        """Performs one sync round before it returns; the one element is the result as JSON.
+        """Run one sync round; the only element is the result as JSON.
 
         Raises:
             StatusError: invalid argument when ``config_str`` is not a serialised ``ClientConfig``. The empty byte

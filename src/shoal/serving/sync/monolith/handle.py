@@ -22,7 +22,7 @@ from shoal.table.tracking.touched import TouchedKeySet
 
 log = logging.getLogger(__name__)
 
-_NEWEST = Stamp(1 << 62, 0)  # no target asks for what was before
+_NEWEST = Stamp(1 << 62, 0)  # no target needs earlier changes
 
 
 @dataclass(slots=True)
@@ -35,11 +35,11 @@ class _Attached:
 
 
 class SyncClientHandle:
-    """What tables take as ``sync_client``: the process-wide client behind a shared name.
+    """The process-wide sync client with a given name, passed to tables as ``sync_client``.
 
     Attributes:
         name: the shared name.
-        device: where the client's parameter server is, empty when nobody said.
+        device: the device of the client's parameter server; empty if unknown.
     """
 
     def __init__(self, name: str, device: str = "", config: ClientConfig | None = None) -> None:
@@ -50,8 +50,8 @@ class SyncClientHandle:
             self.manager.try_replace(config.targets, config.targets_extra_info)
         self.touched = TouchedPairs(name)
         self.answers = Answers(ClientConfig(), Layout("", (), ()))
-        """Of the round that runs."""
-        self._exported: Stamp | None = None  # of the last full export, where new targets catch up
+        """The answers of the current round."""
+        self._exported: Stamp | None = None  # stamp of the last full export, from which new targets catch up
         self._source = TouchedSource(self)
         self._publisher = Publisher(
             self._source, lambda: self.manager.targets, model="", connect=lambda address: PlainTarget(address, self),
@@ -78,18 +78,18 @@ class SyncClientHandle:
     def attach_table(
         self, name: str, dim: int, lookup: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[TouchedKeySet, int] | None:
-        """Adds a single table; returns the set that its trained ids go to and its number there.
+        """Add a single table; returns the set that collects its trained ids, and its number in that set.
 
         Raises:
-            StatusError: invalid argument if a multi-table is attached, already exists for a name that is taken.
+            StatusError: INVALID_ARGUMENT if a multi-table is attached, ALREADY_EXISTS if the name is taken.
         """
         with self._lock:
             if self._multi is not None:
                 raise invalid_argument(
-                    f"{self.name}: table {name!r} cannot join multi-table {self._multi!r}; give it a client of its own"
+                    f"{self.name}: table {name!r} cannot join multi-table {self._multi!r}; give it its own client"
                 )
             if name in self._numbers:
-                raise StatusError(Code.ALREADY_EXISTS, f"{self.name}: a table named {name!r} is attached already")
+                raise StatusError(Code.ALREADY_EXISTS, f"{self.name}: a table named {name!r} is already attached")
             number = self._numbers[name] = len(self._tables)
             self._tables.append(_Attached(name, dim, lookup))
         return self.touched.keys, number
@@ -97,12 +97,12 @@ class SyncClientHandle:
     def attach_multi_table(
         self, name: str, tables: Sequence[tuple[str, int, Callable[[torch.Tensor], torch.Tensor]]]
     ) -> list[tuple[TouchedKeySet, int]] | None:
-        """Adds the one multi-table, given as (sub-table name, dim, lookup) in the order of names.
+        """Add the multi-table, given as (sub-table name, dim, lookup) in the order of names.
 
-        Returns, per sub-table, the set that its trained ids go to and its number there.
+        Returns, per sub-table, the set that collects its trained ids, and its number in that set.
 
         Raises:
-            StatusError: invalid argument if single tables are attached, already exists for a second multi-table.
+            StatusError: INVALID_ARGUMENT if single tables are attached, ALREADY_EXISTS for a second multi-table.
         """
         with self._lock:
             if self._multi is not None:
@@ -139,7 +139,7 @@ class SyncClientHandle:
     # --- catching up ------------------------------------------------------------------------------------------------
 
     def catch_up(self, enable: bool = True) -> None:
-        """Keeps the ids touched since the last full export and pushes them once to each target that newly appears.
+        """Keep the ids touched since the last full export and push them once to each new target.
 
         A target that was restarted at the same address counts as new.
         """
@@ -148,7 +148,7 @@ class SyncClientHandle:
             self._publisher.forget(self._exported or _NEWEST)
 
     def exported(self) -> None:
-        """A full export has been made: what a new replica must catch up on starts from here."""
+        """Report a full export: new replicas only need the changes from now on."""
         with self._round:
             if self.catches_up:
                 self._exported = self._source.stamp
@@ -156,27 +156,27 @@ class SyncClientHandle:
 
     @property
     def catches_up(self) -> bool:
-        """Whether a target that newly appears is pushed what was touched since the last full export."""
+        """Whether new targets get the ids touched since the last full export."""
         return self._exported is not None
 
     def newcomers_have(self) -> Stamp:
-        """Up to when a target that newly appears needs nothing."""
+        """The stamp up to which a new target needs no changes."""
         if self._exported is None:
-            return Stamp(self._source.stamp.run, self._source.stamp.step - 1)  # it takes part in this round
+            return Stamp(self._source.stamp.run, self._source.stamp.step - 1)  # so that it gets this round
         return max(self._exported, self._publisher.floor)
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
     def sync(self, config: ClientConfig) -> PushResult:
-        """One round: pushes the current rows of all touched ids to all targets of ``config``.
+        """Run one round: push the current rows of all touched ids to all targets of ``config``.
 
-        While there is no target the ids are kept. Ids of parts that a target did not take are kept for it and join
-        its next round. Failed RPCs are reported in the result, not raised.
+        While there is no target, ids are kept. Ids that a target did not accept are kept for its next round. Failed
+        RPCs are reported in the result, not raised.
         """
         with self._round:
             self.manager.try_replace(config.targets, config.targets_extra_info)
             targets = self.manager.targets
-            self._forget_all_but(targets)
+            self._report_departed(targets)
             if not targets:
                 self.touched.keys.report_dropped()
                 self._publisher.forget_targets()
@@ -197,25 +197,25 @@ class SyncClientHandle:
                 self._log("No updated FIDs!", 600)
             return result
 
-    def _forget_all_but(self, targets: list[str]) -> None:
-        """Counts what targets that left the list have missed."""
+    def _report_departed(self, targets: list[str]) -> None:
+        """Count and log the ids that were missed by targets that are no longer in the list."""
         for target in self._publisher.status().targets:
             if target.target not in targets and target.waiting:
                 emit_counter(
                     "parameter_sync_forgotten_fids", target.waiting, f"name={self.name}|target={target.target}"
                 )
-                log.info("%s: %s left the targets; %d ids that it missed are forgotten",
+                log.info("%s: %s is no longer a target; the %d ids that it missed are forgotten",
                          self.name, target.target, target.waiting)  # fmt: skip
 
     def _layout(self, config: ClientConfig) -> Layout:
-        """The signature that takes the rows, and its tables in order."""
+        """The signature that receives the rows, and its tables in order."""
         tables = [(table.name, table.dim) for table in self._tables]
         if self._multi is not None:
             return Layout(f"{self._multi}/raw_assign", tuple(tables), (), kind="multi")
         return Layout(config.signature_name, tuple(sorted(tables)), (), kind="single")
 
     def _log(self, text: str, every_secs: float, *args: Any) -> None:
-        """One line, at most once in a while for each text."""
+        """Log a line, at most every ``every_secs`` seconds for each text."""
         now = time.monotonic()
         if now - self._logged.get(text, float("-inf")) >= every_secs:
             self._logged[text] = now
@@ -223,16 +223,16 @@ class SyncClientHandle:
 
     @property
     def freshness(self) -> dict[str, float]:
-        """target -> seconds from the oldest gradient of the last push to its being servable."""
+        """Target -> seconds from the oldest gradient in the last push until it was served."""
         return {one.target: one.freshness for one in self._publisher.status().targets if one.freshness is not None}
 
     def waiting(self) -> dict[str, int]:
-        """target -> ids that it missed, and under "" the ids touched since the last round."""
+        """Target -> number of ids that it missed; "" -> number of ids touched since the last round."""
         missed = {one.target: one.waiting for one in self._publisher.status().targets}
         return {"": len(self.touched), **{target: missed.get(target, 0) for target in self.manager.targets}}
 
     def close(self) -> None:
-        """Hangs up."""
+        """Close the connections."""
         self._publisher.close()
         self.manager.close()
 

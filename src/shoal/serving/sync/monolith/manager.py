@@ -11,20 +11,20 @@ from typing import Any
 from shoal.metrics import emit_counter, emit_timer
 from shoal.proto.serving.parameter_sync_pb2 import ClientConfig, PushRequest, PushResponse, PushResult
 from shoal.serving.status import Code, StatusError
-from shoal.serving.sync.push import PushClient
+from shoal.serving.sync.monolith.push_client import PushClient
 from shoal.serving.sync.split import DeltaBatch, sendable_parts
 
 log = logging.getLogger(__name__)
 
 MAX_PART_BYTES = 4 * 1024 * 1024
-"""Above this a request is split. Servers must allow more than gRPC's default of 4 MiB to receive it."""
+"""Larger requests are split. Servers must accept slightly more than gRPC's default of 4 MiB."""
 ROUND_BUDGET_SECS = 60.0
 
 Part = PushRequest | DeltaBatch
 
 
 class _SharedLock:
-    """Many readers or one writer; a waiting writer holds new readers back."""
+    """Many readers or one writer; a waiting writer blocks new readers."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -62,7 +62,7 @@ class _SharedLock:
 
 
 class _NoClient:
-    """Stands in for the client of a target that could not be made."""
+    """Placeholder for a target whose client could not be created."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -77,8 +77,8 @@ class _NoClient:
 class SyncClientManager:
     """``target -> client``, and pushes of one request to all of them.
 
-    Targets are served in parallel, the parts of one target one after another; responses are ordered by target, then
-    by part, whatever came back first.
+    Targets are pushed to in parallel, each target's parts one after another. Responses are ordered by target, then by
+    part.
 
     Args:
         client_factory: ``target -> client`` with ``push(request) -> PushResponse``, which does not raise for a failed
@@ -100,7 +100,7 @@ class SyncClientManager:
         return dict(self._extra)
 
     def try_replace(self, targets: Sequence[str], extra: Sequence[Any] = ()) -> bool:
-        """Keeps the clients of targets that stay, closes the others, makes new ones. Waits for running pushes."""
+        """Replace the targets; clients of those that stay are kept. Waits for running pushes."""
         with self._lock.exclusive():
             wanted = list(dict.fromkeys(targets))
             for gone in [target for target in self._clients if target not in wanted]:
@@ -108,7 +108,7 @@ class SyncClientManager:
                 try:
                     client.close()
                 except Exception:
-                    log.warning("the client of %s could not be closed", gone, exc_info=True)
+                    log.warning("could not close the client of %s", gone, exc_info=True)
             for target in wanted:
                 if isinstance(self._clients.get(target), _NoClient | None):
                     self._clients[target] = self._open(target)
@@ -121,9 +121,9 @@ class SyncClientManager:
     def _open(self, target: str) -> Any:
         try:
             return self._factory(target)
-        except Exception as error:  # the other targets are served; this one is tried again with the next list
-            log.warning("a client of %s could not be made: %s", target, error)
-            return _NoClient(f"a client of {target} could not be made: {error}")
+        except Exception as error:  # other targets are pushed to; this one is tried again with the next list
+            log.warning("could not create a client for %s: %s", target, error)
+            return _NoClient(f"could not create a client for {target}: {error}")
 
     def push(self, request: Part, model_name: str, signature_name: str) -> PushResult:
         """Pushes one request to every target."""
@@ -144,9 +144,9 @@ class SyncClientManager:
     def push_to(
         self, target: str, batch: DeltaBatch, model_name: str, signature_name: str, touched_at: float
     ) -> tuple[list[PushResponse], list[DeltaBatch]] | None:
-        """Pushes a batch to one target: its responses, and the parts that failed; None if it is not a target any more.
+        """Push a batch to one target: (responses, parts that failed); None if it is no longer a target.
 
-        ``touched_at``: Unix time of the oldest gradient, 0 where that is not known.
+        ``touched_at``: Unix time of the oldest gradient; 0 if unknown.
         """
         with self._lock.shared():
             if target not in self._clients:
@@ -157,7 +157,7 @@ class SyncClientManager:
             return responses, [part for part, each in zip(parts, responses, strict=True) if each.status_code]
 
     def instance(self, target: str) -> str:
-        """Which process answered the last push to a target; "" where it does not say."""
+        """The id of the process that answered the last push to a target; "" if unknown."""
         return getattr(self._clients.get(target), "instance", "")
 
     def close(self) -> None:
@@ -179,8 +179,8 @@ class SyncClientManager:
             )
 
         for part in parts:
-            counts, size = _weigh(part)
-            if counts is None:
+            count, size = _count_and_size(part)
+            if count is None:
                 responses.append(PushResponse(target=target))
                 continue
             begin = time.monotonic()
@@ -192,7 +192,7 @@ class SyncClientManager:
             response.target = target
             status = "KO" if response.status_code else "OK"
             emit_timer("parameter_sync_latency", (time.monotonic() - begin) * 1e6, tags(status))
-            sums[status][0] += counts
+            sums[status][0] += count
             sums[status][1] += size
             responses.append(response)
         for status, (fids, size) in sums.items():
@@ -204,23 +204,23 @@ class SyncClientManager:
 
 
 def _push_part(client: Any, part: Part, touched_at: float | None, timeout: float) -> PushResponse:
-    """One RPC. What goes wrong before it is an answer, too: an exception here would lose the other targets' parts."""
+    """Make one RPC. Earlier errors become responses, too: an exception would lose the other targets' parts."""
     response = PushResponse()
     try:
         if isinstance(client, PushClient):
             answer = client.push(part, touched_at, timeout=timeout)
         else:
             answer = client.push(part.message() if isinstance(part, DeltaBatch) else part)
-        response.CopyFrom(answer)  # a client may hand out the same message again
+        response.CopyFrom(answer)  # a client may return the same message again
     except Exception as error:
-        log.exception("a part could not be pushed")
+        log.exception("could not push a part")
         code = Code.INVALID_ARGUMENT if isinstance(error, ValueError) else Code.INTERNAL
         code = error.code if isinstance(error, StatusError) else code
         response = PushResponse(status_code=int(code), error_message=str(error), update_num=0)
     return response
 
 
-def _weigh(part: Part) -> tuple[int | None, int]:
+def _count_and_size(part: Part) -> tuple[int | None, int]:
     """(fids, bytes) of a part; (None, bytes) without any table."""
     if isinstance(part, DeltaBatch):
         counts = part.counts()

@@ -1,4 +1,4 @@
-"""The online training loop: who is pushed to, how often, and by which thread."""
+"""The online training loop: the targets of pushes, their interval, and the thread that sends them."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ DENSE_ONLY_CHECKPOINT_SECS = 1800
 
 @dataclass(kw_only=True)
 class OnlineTrainingConfig:
-    """What online training adds to a trainer's settings."""
+    """Additional trainer settings for online training."""
 
     enable_realtime_training: bool = False
     enable_parameter_sync: bool | None = None
@@ -37,7 +37,7 @@ class OnlineTrainingConfig:
     base_name: str | None = None
     model_name: str | None = None
     metric_name: str | None = None
-    """What replicas are subscribed by where ``model_name`` is not set."""
+    """The name by which replicas are found if ``model_name`` is not set."""
     zk_server: str | None = None
     """``host:port,…`` or ``dir:/path``; None = the environment's ``zk_servers``."""
     unified_serving: bool = True
@@ -46,7 +46,6 @@ class OnlineTrainingConfig:
     zk_watch_address_family: str = "ipv4"
     force_shutdown_ps: bool = False
     catch_up: bool = False
-    sync_period_secs: float = SYNC_PERIOD_SECS
 
     partial_recovery: bool | None = field(default=None)
     dense_only_save_checkpoints_secs: int | None = field(default=None)
@@ -78,7 +77,7 @@ class OnlineTrainingConfig:
     def subscribed_model(self) -> str:
         name = self.model_name or self.metric_name
         if not name:
-            raise ConfigError("realtime training needs model_name, or the model's metric name, to know its replicas")
+            raise ConfigError("realtime training needs model_name, or the model's metric_name, to find the replicas")
         return name
 
 
@@ -108,30 +107,30 @@ class _WatcherBackend(ReplicaWatcherSync):
 
 
 def create_sync_backend(config: OnlineTrainingConfig, zk_client: Any = None) -> SyncBackend:
-    """The backend that a configuration asks for; start it, then subscribe its model."""
+    """The backend for a configuration; start it, then subscribe to the model."""
     if config.unified_serving:
         return ZKBackend(str(config.bzid), config.zk_server, zk_client)
     return _WatcherBackend(config, zk_client)
 
 
-def _refreshed(backend: SyncBackend, index: int, former: bytes) -> bytes:
-    """The targets as they are now, or the former ones while the backend cannot say: a registry may be out of reach."""
+def _refreshed(backend: SyncBackend, index: int, last: bytes) -> bytes:
+    """The current targets, or the last known ones while the backend (such as a registry) is unreachable."""
     try:
         return refresh_sync_config(backend, index)
     except Exception:
-        if not former:
+        if not last:
             raise
-        log.exception("the targets of shard %d cannot be asked for; rows go to those that were known before", index)
-        return former
+        log.exception("cannot look up the targets of shard %d; pushing to the last known ones", index)
+        return last
 
 
 class SyncLoop:
-    """Refreshes the targets and pushes, once a period, on its own thread. Errors are logged and survived.
+    """Refreshes the targets and pushes, once per period, on its own thread. Errors are logged and do not end it.
 
     Args:
         backend: a started backend with a subscribed model.
-        ps_index: which shard this process trains.
-        client: the client that its tables are attached to; None = that of ``ps_index``.
+        ps_index: the shard that this process trains.
+        client: the client that the tables are attached to; None = that of ``ps_index``.
         period_secs: from the start of one round to the start of the next.
         before_round: called first in every round.
     """
@@ -160,7 +159,7 @@ class SyncLoop:
         return self
 
     def run_once(self) -> str:
-        """One round; the result as JSON."""
+        """Run one round; returns the result as JSON."""
         if self._before_round is not None:
             self._before_round()
         self._config = _refreshed(self._backend, self._index, self._config)
@@ -169,7 +168,7 @@ class SyncLoop:
         return self.last_result
 
     def stop(self, final_round: bool = True) -> None:
-        """Ends the thread; by default after one more round, so that nothing trained is left behind."""
+        """End the thread; by default after one more round, so that all trained rows are pushed."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=ROUND_BUDGET_SECS + 5)
@@ -192,14 +191,14 @@ class SyncLoop:
 class ParameterSyncHook(SessionRunHook):
     """Pushes during synchronous training, from a background thread, with at most one round in flight.
 
-    It shares its client with the tables: that of the empty suffix.
+    By default it uses the client with the empty suffix.
 
     Args:
-        backend: tells the targets of ``ps_<ps_index>``.
+        backend: provides the targets of ``ps_<ps_index>``.
         ps_index: this process's rank.
-        refresh_interval: seconds after which the targets are asked for again.
-        sync_interval_secs: seconds between rounds; 0 = with every step.
-        client: the handle that the tables are attached to, when it is another one.
+        refresh_interval: seconds between refreshes of the targets.
+        sync_interval_secs: seconds between rounds; 0 = after every step.
+        client: the handle that the tables are attached to, if it is another one.
     """
 
     def __init__(
@@ -225,23 +224,23 @@ class ParameterSyncHook(SessionRunHook):
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="shoal-sync-hook", daemon=True)
             self._thread.start()
 
     def before_run(self, ctx: Any = None) -> None:
-        """Nothing; rounds begin after a step."""
+        """Does nothing; rounds begin after a step."""
 
     def after_run(self, ctx: Any = None, values: Any = None) -> None:
-        """Asks for a round if one is due and none is running. Returns at once."""
+        """Request a round if one is due and none is running. Returns at once."""
         self.begin()
         if self._idle.is_set() and time.monotonic() - self._synced >= self._sync_secs:
             self._idle.clear()
             self._wake.set()
 
     def end(self, ctx: Any = None) -> None:
-        """Waits for the round in flight, then pushes what is left, within the round's budget."""
+        """Wait for the round in flight, then push the remaining rows, within the round's time limit."""
         if self._thread is None:
             return
         self._idle.wait(ROUND_BUDGET_SECS)

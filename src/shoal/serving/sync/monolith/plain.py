@@ -1,4 +1,4 @@
-"""A sync client seen by the publisher: its touched ids as a source, and its targets, which take plain Predict calls."""
+"""Connects a sync client to the publisher: its touched ids are the source, its targets accept plain Predict calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class TouchedSource:
-    """The tables of a sync client: what training touched, and its current rows. Rounds are numbered from 1."""
+    """The tables of a sync client: touched ids and their current rows. Rounds are numbered from 1."""
 
     base: Stamp | None = None
 
@@ -35,7 +35,7 @@ class TouchedSource:
         self._handle = handle
         self.name = handle.name
         self.stamp = Stamp(new_run(), 0)
-        """Of the last round."""
+        """The stamp of the last round."""
 
     @property
     def tables(self) -> dict[str, int]:
@@ -50,29 +50,29 @@ class TouchedSource:
 
     def read(self, table: str, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values = self._handle.lookup(table, ids).detach().to("cpu", torch.float32).contiguous()
-        values = values.reshape(len(ids), self.tables[table])  # what is gone is zeros, and is pushed as such
+        values = values.reshape(len(ids), self.tables[table])  # rows that are gone are zeros, and are pushed as zeros
         return values, torch.ones(len(ids), dtype=torch.bool, device="cpu")
 
     def scan(self, table: str) -> Iterator[torch.Tensor]:
-        return iter(())  # a new target has an export
+        return iter(())  # a new target has loaded an export
 
     def owns(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         return torch.ones(len(ids), dtype=torch.bool, device="cpu")
 
 
 class Answers:
-    """What a round pushes by, and what its targets answered."""
+    """The messages of a round and its targets' answers."""
 
     def __init__(self, config: ClientConfig, layout: Layout) -> None:
         self.config, self.layout = config, layout
         self.failure: Exception | None = None
-        """What broke on this side."""
+        """An error of this process."""
         self._of: dict[str, list[PushResponse]] = {}
         self._batches: dict[int, DeltaBatch] = {}
         self._lock = threading.Lock()
 
     def batch(self, package: Package) -> DeltaBatch:
-        """The push of a package, made once for all targets that get it."""
+        """The push of a package, created once for all of its targets."""
         with self._lock:
             if id(package) not in self._batches:
                 batch = package.whole(self.layout, self.config.timeout_in_ms)
@@ -97,14 +97,14 @@ class PlainTarget:
         self._instance = ""  # the process that last answered there
 
     def hello(self, source: str, run: int, base: Stamp | None, everything: bool, timeout: float) -> Session:
-        """Asks nobody: a target that newly appears has an export, and catches up from it where that is wanted."""
+        """Sends nothing: a new target has loaded an export, and catches up from it if that is enabled."""
         handle = self._handle
         return Session(0, "", handle.newcomers_have(), None, (handle.answers.layout,), {}, {}, plain=True)
 
     def send(
         self, package: Package, session: Session, digest: str, complete: bool, touched_at: float, timeout: float
     ) -> Sent:
-        """Pushes the parts that hold ids. What a part failed with is in the answers; its ids are left."""
+        """Push the parts that hold ids. The error of a failed part is in the answers, and its ids are kept."""
         handle, answers = self._handle, self._handle.answers
         batch = answers.batch(package)
         layout = answers.layout
@@ -114,7 +114,7 @@ class PlainTarget:
             )
         except Exception as error:
             answers.failure, pushed = error, None
-        if pushed is None:  # nobody is known to have these rows
+        if pushed is None:  # it may not have these rows
             return Sent(left=self._bounded([batch]))
         responses, failed = pushed
         answers.add(self.address, responses)
@@ -133,16 +133,16 @@ class PlainTarget:
         if (total := count(left)) > CAPACITY + 1:
             name = self._handle.name
             emit_counter("touched_key_set_dropped", total, f"name={name}|target={self.address}")
-            log.warning("%s: %s missed %d ids, more than are kept; they were dropped", name, self.address, total)
+            log.warning("%s: %s missed %d ids, more than the limit; they were dropped", name, self.address, total)
             return {}
         return left
 
     def _restarted(self) -> Stamp | None:
-        """A target that answers as another process than before has only its export: it may catch up next round."""
+        """If another process answers at this address, the stamp from which it catches up; otherwise None."""
         before, instance = self._instance, self._handle.manager.instance(self.address)
         self._instance = instance or before
         if before and instance and before != instance and self._handle.catches_up:
-            log.info("%s: %s was restarted; it catches up", self._handle.name, self.address)
+            log.info("%s: %s was restarted; it is catching up", self._handle.name, self.address)
             return self._handle.newcomers_have()
         return None
 

@@ -1,8 +1,8 @@
-"""Touched rows across processes: a trainer offers them, `shoal sync` in another process takes and pushes them.
+"""Touched rows in another process: a trainer offers them, `shoal sync` fetches and pushes them.
 
-The trainer's model server gets two signatures under one model name: ``touched`` gives the touched ids, ``lookup``
-reads their current rows. Ids are held until a follower acknowledges them, which it does when every replica has their
-rows; the next follower gets those of one that died before.
+The trainer's model server gets two signatures under one model name: ``touched`` returns the touched ids, ``lookup``
+their current rows. A follower acknowledges ids when every replica has their rows; until then they are held, and if the
+follower dies, the next one gets them.
 """
 
 import logging
@@ -33,22 +33,22 @@ MULTI = "/touched"
 
 
 class SyncSource:
-    """Offers what the tables of a sync client have trained, on a ``ModelServer`` of this process.
+    """Offers the trained ids of a sync client's tables on a ``ModelServer`` of this process.
 
-    The client must not have rounds of its own: ids go to whoever takes them first. At most 2,097,153 ids are held for
+    The client must not run its own rounds: ids go to whoever takes them first. At most 2,097,153 ids are held for
     followers that do not acknowledge them; beyond that the oldest are dropped, counted in ``touched_key_set_dropped``.
 
     Args:
-        server: where it is offered.
+        server: the ``ModelServer``.
         handle: the client that the tables are attached to.
-        model_name: the name to follow it by.
+        model_name: the name under which followers find them.
     """
 
     def __init__(self, server: Any, handle: SyncClientHandle, model_name: str = "trainer") -> None:
         self._handle = handle
         self._lock = threading.Lock()
-        self._held = History(Stamp(0, 0), CAPACITY + 1)  # what was not acknowledged, by number
-        self._sequence = time.time_ns()  # numbers of another run of the trainer are none of this one's
+        self._held = History(Stamp(0, 0), CAPACITY + 1)  # unacknowledged ids, by sequence number
+        self._sequence = time.time_ns()  # larger than the numbers of earlier runs
         names = handle.table_names
         lookup = SignatureSpec(
             {name: TensorSpec("int64", [None]) for name in names},
@@ -69,7 +69,7 @@ class SyncSource:
         return {name: self._handle.lookup(name, ids) for name, ids in inputs.items()}
 
     def _touched(self, inputs: Tensors) -> Tensors:
-        """Frees batches up to number ``ack`` and gives those after ``received``, with what was touched since."""
+        """Free ids up to number ``ack``; return those after ``received``, including those touched since."""
         delivered, received = int(inputs["ack"]), int(inputs["received"])
         with self._lock:
             if delivered <= self._sequence:
@@ -80,9 +80,7 @@ class SyncSource:
                 if dropped := self._held.add(Stamp(0, self._sequence), fresh):
                     name = self._handle.name
                     emit_counter("touched_key_set_dropped", dropped, f"name={name}")
-                    log.warning(
-                        "%s: %d ids that no follower acknowledged were dropped; more are not held", name, dropped
-                    )
+                    log.warning("%s: %d unacknowledged ids were dropped because the limit was reached", name, dropped)
             known = Stamp(0, received if received <= self._sequence else 0)
             wanted = self._held.since(max(known, self._held.floor)) or {}
             result: Tensors = {"sequence": torch.tensor(self._sequence, device="cpu")}
@@ -97,14 +95,14 @@ class SyncSource:
 class SourceFollower:
     """The other side of a :class:`SyncSource`: pulls its touched ids into a client of this process.
 
-    Ids are acknowledged once the client's rounds have brought them to all of its targets.
+    Ids are acknowledged after the client's rounds have brought them to all of its targets.
     """
 
     def __init__(
         self, address: str, handle: SyncClientHandle, model_name: str, security: ClientSecurity | None
     ) -> None:
         if handle.is_dummy:
-            raise ConfigError(f"{handle.name} pushes nothing, so it cannot follow {address}; give another sync client")
+            raise ConfigError(f"{handle.name} pushes nothing, so it cannot follow {address}; pass another sync client")
         self.address, self._handle, self._model = address, handle, model_name
         self._channel = open_channel(address, security=security)
         self._predict = self._channel.unary_unary(PREDICT)
@@ -116,12 +114,14 @@ class SourceFollower:
             raise
 
     def _attach(self, signatures: Any) -> None:
-        """Attaches the tables that the source offers to the client."""
+        """Attach the tables that the source offers to the client."""
         touched = next((name for name in signatures if name.endswith(MULTI)), None)
         if touched is None:
-            raise ConfigError(f"{self.address} serves no touched rows as {self._model!r}; start a SyncSource there")
+            raise ConfigError(
+                f"{self.address} does not offer touched rows as {self._model!r}; start a SyncSource there"
+            )
         if "received" not in signatures[touched].inputs:
-            raise ConfigError(f"the SyncSource at {self.address} is of an older version of shoal; upgrade the trainer")
+            raise ConfigError(f"the SyncSource at {self.address} runs an older version of shoal; upgrade the trainer")
         self._touched = touched
         outputs = signatures["lookup"].outputs
         self._dims = {name: info.tensor_shape.dim[1].size for name, info in sorted(outputs.items())}
@@ -134,7 +134,7 @@ class SourceFollower:
         self._numbers = {name: number for name, (_, number) in zip(self._dims, attached, strict=True)}
 
     def pull(self) -> int:
-        """Moves ids here that were touched since the last pull, or that no follower acknowledged; how many they are."""
+        """Fetch the ids touched since the last pull or not acknowledged by any follower; returns their number."""
         outputs = self._ask()
         total = 0
         for name, number in self._numbers.items():
@@ -153,12 +153,14 @@ class SourceFollower:
         )
 
     def close(self) -> None:
-        """Acknowledges what the last round brought to all targets, and hangs up."""
+        """Acknowledge the ids that the last round brought to all targets, and close the connection."""
         try:
             if self._received != self._ack:
-                self._ask()  # what it answers stays held there, for the next follower
+                self._ask()  # the source keeps what it returns for the next follower
         except StatusError as error:
-            log.warning("%s did not hear what was delivered (%s); it will be pushed again", self.address, error)
+            log.warning(
+                "could not acknowledge the delivered rows to %s (%s); they will be pushed again", self.address, error
+            )
         finally:
             self._channel.close()
 
@@ -202,5 +204,5 @@ class SourceFollower:
 def follow_source(
     address: str, handle: SyncClientHandle, model_name: str = "trainer", security: ClientSecurity | None = None
 ) -> SourceFollower:
-    """Attaches the tables that a trainer at ``address`` offers to ``handle``; call ``pull()`` before each round."""
+    """Attach the tables that a trainer at ``address`` offers to ``handle``; call ``pull()`` before each round."""
     return SourceFollower(address, handle, model_name, security)

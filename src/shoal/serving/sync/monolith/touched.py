@@ -1,4 +1,4 @@
-"""Which (id, table) pairs were trained since the last round of a sync client."""
+"""The (id, table) pairs that were trained since the last round of a sync client."""
 
 import time
 
@@ -16,19 +16,19 @@ class TouchedPairs:
 
     def __init__(self, name: str, capacity: int = CAPACITY) -> None:
         self.keys = TouchedKeySet(capacity, CONCURRENCY_LEVEL)
-        """Where tables insert; shared with native code."""
+        """The set that tables insert into; shared with native code."""
         self.keys.name = name  # losses are counted under the client's name
         self._since = time.time()
 
     def begin(self) -> None:
-        """Pushing starts: what is trained from now on is no older than now, unless something waits already."""
+        """Set the start of collecting to now, unless pairs are waiting already."""
         now = time.time()
         if not len(self.keys):
             self._since = now
 
     def steal(self) -> tuple[Ids, float]:
         """(all pairs by table, Unix time before which none of them was trained); the set is empty afterwards."""
-        since, self._since = self._since, time.time()  # before stealing: a pair in between only looks older than it is
+        since, self._since = self._since, time.time()  # before stealing: a pair must not seem newer than it is
         ids, tables = (each.numpy() for each in self.keys.steal_pairs())
         self.keys.report_dropped()
         return {int(table): ids[tables == table] for table in np.unique(tables)}, since
