@@ -1,4 +1,4 @@
-"""Features that come column by column, put together sample by sample."""
+"""Features given column by column, rearranged sample by sample."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def interleave(columns: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """``(values, offsets [n + 1])`` of each feature to ids and offsets ``[n * F + 1]``, a sample's features together.
+    """Merge each feature's ``(values, offsets [n + 1])`` into ids and offsets ``[n * F + 1]``, ordered by sample.
 
     >>> user, tags = (torch.tensor([1, 2]), torch.tensor([0, 1, 2])), (torch.tensor([7, 8]), torch.tensor([0, 2, 2]))
     >>> interleave([user, tags])
@@ -29,7 +29,7 @@ def interleave(columns: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
 
 
 def from_address(address: int, size: int) -> Tensor:
-    """A copy of ``size`` int64 that native code holds."""
+    """Copy ``size`` int64 values from memory that native code owns."""
     if not size:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_int64 * size).from_address(address)).copy())

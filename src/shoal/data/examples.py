@@ -1,4 +1,4 @@
-"""``Example`` and ``ExampleBatch`` records (`shoal/proto/example.proto`), whose ids are ready made."""
+"""``Example`` and ``ExampleBatch`` records (`shoal/proto/example.proto`), whose ids need no hashing."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SIGNATURE = (1 << 48) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleFormat(RecordFormat):
-    """One sample a record, or with ``batches`` a batch of them.
+    """One sample per record, or with ``batches`` one batch of samples per record.
 
-    These messages know ids alone. The label is the signature (low 48 bits) of the first id of the feature that the
-    schema names as label; the time, too.
+    These messages hold only ids. The label is the signature (low 48 bits) of the first id of the feature that the
+    schema names as label; the time is read in the same way.
     """
 
     schema: Schema
@@ -38,7 +38,7 @@ class ExampleFormat(RecordFormat):
             )
         if self.schema.definitions:
             raise ConfigError(
-                "data: example records hold ids that are ready made, so features must have no definitions, got "
+                "data: example records hold ids, which are used as they are, so features must have no definitions, got "
                 f"{', '.join(self.schema.definitions)}"
             )
 
@@ -48,7 +48,7 @@ class ExampleFormat(RecordFormat):
 
     def decode(self, payloads: Sequence[bytes]) -> tuple[Samples, list[tuple[int, str]]]:
         if not self.batches:
-            with contextlib.suppress(ValueError):  # one of them is bad: find out which
+            with contextlib.suppress(ValueError):  # if this fails, decode one by one to find the bad record
                 return self._samples(_EXAMPLE, list(payloads))
         parts, bad = [], []
         for number, payload in enumerate(payloads):
@@ -83,7 +83,7 @@ class ExampleFormat(RecordFormat):
 
 
 def _first(values: Tensor, offsets: Tensor) -> Tensor:
-    """The signature of the first id of each bag, 0 for an empty one."""
+    """Return the signature of the first id of each bag, 0 for an empty one."""
     if not values.numel():
         return torch.zeros(offsets.shape[0] - 1, dtype=torch.int64, device="cpu")
     first = values[offsets[:-1].clamp_max(values.shape[0] - 1)] & _SIGNATURE
@@ -91,7 +91,7 @@ def _first(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _column(n: int, ids: int, splits: int, rows: int, shared: bool) -> tuple[Tensor, Tensor]:
-    """Values and offsets ``[n + 1]``; a shared feature is repeated."""
+    """Return a feature's values and offsets ``[n + 1]``; a shared feature is repeated for every sample."""
     offsets = from_address(splits, rows + 1)
     values = from_address(ids, int(offsets[-1]))
     if shared:

@@ -1,4 +1,4 @@
-"""From the value of a feature to its ids, as a checkpoint of `shoal train` says."""
+"""The ids of a feature's value, by the definitions that a checkpoint of `shoal train` contains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.table.offline.source import Source
 
 
 def ids_of_text(source: Source, text: str) -> list[int]:
-    """The ids of ``FEATURE=VALUE`` in the tables of a checkpoint; of a cross ``CROSS=VALUE,VALUE``, in its order.
+    """Return the ids of ``FEATURE=VALUE`` in a checkpoint's tables; for a cross ``CROSS=VALUE,VALUE``, in its order.
 
     Raises:
         ConfigError: the checkpoint does not say how values become ids, or has no such feature.
@@ -23,7 +23,7 @@ def ids_of_text(source: Source, text: str) -> list[int]:
         hint = did_you_mean(name, schema.sparse)
         raise ConfigError(f"there is no feature {name!r}{hint}; features are {', '.join(schema.sparse)}")
     if schema.raw:
-        raise ConfigError("the data of this checkpoint has ids, not texts; give the ID")
+        raise ConfigError("the data of this checkpoint has ids, not texts; give the ID instead of --text")
     made = make_inputs(schema, _columns(schema, name, value), lists=False)
     place = schema.sparse.index(name)
     if made.offsets is None:
@@ -32,7 +32,7 @@ def ids_of_text(source: Source, text: str) -> list[int]:
 
 
 def _columns(schema: Schema, name: str, value: str) -> dict[str, list[str]]:
-    """The values of the columns that a feature reads."""
+    """Return the values of the columns that a feature reads."""
     of = schema.feature(name).of
     if not of:
         return {schema.column(name): [value]}
@@ -47,7 +47,7 @@ def _columns(schema: Schema, name: str, value: str) -> dict[str, list[str]]:
 
 
 def schema_of(source: Source) -> Schema:
-    """The features of the run that wrote a checkpoint."""
+    """Return the schema of the run that wrote a checkpoint."""
     for saved in reversed(source.saves):
         identity = Manifest.of(saved).content.get("identity")
         if isinstance(identity, dict) and "schema" in identity:

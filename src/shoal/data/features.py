@@ -1,7 +1,7 @@
-"""How raw values become ids and numbers: one definition, for the readers, for exports and for servers.
+"""How raw values become ids and numbers: one definition, shared by readers, exports and servers.
 
-A `Feature` gives ids, a `Number` one input of the net. A `Schema` holds one of each per name, and makes of them what
-native code applies. The hash of a text is documented, with test vectors, in docs/features.md.
+A `Feature` gives ids, a `Number` one input of the net. A `Schema` holds them by name and compiles them for native
+code. docs/features.md documents the hash of a text, with test vectors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNKNOWN = ("hash", "one", "drop")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """Ids of a categorical feature.
+    """The definition of a categorical feature: how its values become ids.
 
     A feature has one id in each sample, or any number if it is a ``list`` (or has a ``separator``). An empty or missing
     value counts as ``default``; without one it is the id of the empty text, or no id in a list.
@@ -29,29 +29,29 @@ class Feature:
 
     kind: Literal["text", "id", "bucket", "log", "vocabulary", "cross"] = "text"
     """``text`` hashes texts and integers, ``id`` takes integers as they are, ``bucket`` numbers by ``boundaries``,
-    ``log`` numbers by the logarithm, ``vocabulary`` gives known words ids of their own, ``cross`` combines features."""
+    ``log`` numbers by the logarithm, ``vocabulary`` gives each known word its own id, ``cross`` combines features."""
     column: str | None = None
-    """Where the values come from, if not from the column of the feature's own name; several features may read one."""
+    """The column with the values; by default the feature's own name. Several features can read the same column."""
     list: bool = False
     """A sample has any number of values."""
     separator: str = ""
-    """Between the values of a text, which makes the feature a list."""
+    """Separates the values within a text. Setting it makes the feature a list."""
     max_length: int | None = None
-    """Only the first so many ids of a list."""
+    """Keep at most this many ids of a list, the first ones."""
     default: str | float | None = None
-    """What an empty or missing value counts as."""
+    """The value used for an empty or missing one."""
     boundaries: tuple[float, ...] = ()
-    """Of buckets, rising: a value's bucket is how many boundaries are not above it."""
+    """For ``bucket``, in ascending order: a value's bucket is the number of boundaries <= the value."""
     steps: float = 1.0
-    """Of ``log``: ids for each doubling of 1 + |x|."""
+    """For ``log``: the number of ids per doubling of 1 + |x|."""
     words: tuple[str, ...] = ()
-    """The vocabulary. A configuration may name a ``file`` with a word a line instead, which is read once."""
+    """The vocabulary. A configuration can name a ``file`` with one word per line instead, which is read once."""
     unknown: Literal["hash", "one", "drop"] = "one"
-    """A word that the vocabulary lacks is hashed, has one id with all others, or has none."""
+    """A word that is not in the vocabulary is hashed, shares one id with all such words, or gets no id."""
     of: tuple[str, ...] = ()
-    """The features that a cross combines, each defined before it: every combination of their values has an id."""
+    """The features that a cross combines, each defined before it. Every combination of their values has an id."""
     slot: int | None = None
-    """Upper bits of the ids; by default the place of the feature, from 1. Features with one slot share their rows."""
+    """Upper bits of the ids; by default the feature's position, from 1. Features with the same slot share rows."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -61,27 +61,27 @@ class Feature:
             raise ConfigError(f"feature: unknown must be one of {', '.join(UNKNOWN)}, got {self.unknown!r}")
         for name, kind in (("boundaries", "bucket"), ("words", "vocabulary"), ("of", "cross")):
             if bool(getattr(self, name)) != (self.kind == kind):
-                raise ConfigError(f"feature: {name} must be given for kind = {kind!r} and for no other, got {self}")
+                raise ConfigError(f"feature: {name} must be given for kind = {kind!r} and no other kind, got {self}")
         if len(self.separator.encode()) > 1:
             raise ConfigError(f"feature: separator must be one ASCII character or empty, got {self.separator!r}")
         is_list = self.listed or self.kind == "cross"
         if self.max_length is not None and not (is_list and 1 <= self.max_length < 1 << 63):
-            raise ConfigError(f"feature: max_length must be between 1 and 2**63 - 1, of a list, got {self.max_length}")
+            raise ConfigError(f"feature: max_length must be 1..2**63 - 1, and only for a list, got {self.max_length}")
         if list(self.boundaries) != sorted(set(self.boundaries)) or not all(map(math.isfinite, self.boundaries)):
-            raise ConfigError(f"feature: boundaries must be numbers that rise, got {self.boundaries}")
+            raise ConfigError(f"feature: boundaries must be finite numbers in ascending order, got {self.boundaries}")
         if not 0 < self.steps < math.inf:
             raise ConfigError(f"feature: steps must be above 0, got {self.steps}")
         if len(set(self.words)) < len(self.words):
             twice = next(word for word in self.words if self.words.count(word) > 1)
-            raise ConfigError(f"feature: a vocabulary must have each word once, got {twice!r} twice")
+            raise ConfigError(f"feature: the words of a vocabulary must be distinct, got {twice!r} twice")
         if len(self.of) == 1:
-            raise ConfigError(f"feature: a cross must be of at least two features, got {self.of[0]!r} alone")
+            raise ConfigError(f"feature: a cross must combine at least two features, got only {self.of[0]!r}")
         if self.kind == "cross" and (self.column or self.separator or self.list or self.default is not None):
-            raise ConfigError("feature: a cross must have no column, list, separator or default of its own")
+            raise ConfigError("feature: a cross must not have a column, list, separator or default")
         if self.slot is not None and not 0 <= self.slot <= MAX_SLOT_V2:
             raise ConfigError(f"feature: slot must be 0..{MAX_SLOT_V2}, got {self.slot}")
         if self.kind == "vocabulary" and self.unknown == "drop" and not self.listed:
-            raise ConfigError("feature: unknown = 'drop' must go with a list, since other features have one id always")
+            raise ConfigError("feature: unknown = 'drop' needs a list; other features always have one id")
         if self.default is not None:
             self._check_default()
 
@@ -94,12 +94,12 @@ class Feature:
 
     @property
     def listed(self) -> bool:
-        """Whether a sample has any number of ids, as far as the definition itself says."""
+        """Whether this definition alone allows any number of ids per sample."""
         return self.list or bool(self.separator)
 
     @classmethod
     def from_toml(cls, name: str, values: Mapping[str, Any]) -> Self:
-        """A feature of a ``[features.NAME]`` section."""
+        """Build a feature from a ``[features.NAME]`` section."""
         values = dict(values)
         if "file" in values:
             values["words"] = read_words(values.pop("file"), name)
@@ -111,12 +111,12 @@ class Number:
     """One number as the net gets it: clipped, then its logarithm, then ``(x - mean) / std``."""
 
     column: str | None = None
-    """Where the values come from, if not from the column of its own name."""
+    """The column with the values; by default the number's own name."""
     default: float = 0.0
-    """What an empty or missing value counts as, before anything else."""
+    """The value used for an empty or missing one, before clipping."""
     low: float | None = None
     high: float | None = None
-    """Values outside are taken for the nearest of these."""
+    """Values outside this range are clipped to it."""
     log: bool = False
     """x becomes sign(x) * log(1 + |x|), which suits counts."""
     mean: float = 0.0
@@ -132,12 +132,12 @@ class Number:
 
     @classmethod
     def from_toml(cls, name: str, values: Mapping[str, Any]) -> Self:
-        """A number of a ``[features.NAME]`` section with ``kind = "number"``."""
+        """Build a number from a ``[features.NAME]`` section with ``kind = "number"``."""
         return _from_toml(cls, f"[features.{name}]", values)
 
 
 def definition(name: str, values: Mapping[str, Any]) -> Feature | Number:
-    """What a ``[features.NAME]`` section, or its JSON in a checkpoint, defines."""
+    """Build the feature or number that a ``[features.NAME]`` section, or its JSON in a checkpoint, defines."""
     values = dict(values)
     if values.get("kind") == "number":
         del values["kind"]
@@ -146,7 +146,7 @@ def definition(name: str, values: Mapping[str, Any]) -> Feature | Number:
 
 
 def to_json(value: Feature | Number) -> dict[str, Any]:
-    """What `definition` reads: the fields that are not as by default."""
+    """Return the JSON that `definition` reads: the fields that differ from their defaults."""
     plain = {field.name: field.default for field in fields(value) if field.default is not MISSING}
     given = {name: field for name, field in asdict(value).items() if field != plain.get(name)}
     given = {name: [*field] if isinstance(field, tuple) else field for name, field in given.items()}
@@ -174,10 +174,10 @@ def _from_toml(cls: Any, where: str, values: Mapping[str, Any]) -> Any:
 
 
 def _is(value: Any, hint: Any) -> bool:
-    """Whether a value of TOML or JSON is of a field's type; integers are numbers, booleans are not."""
+    """Whether a TOML or JSON value has a field's type; integers count as numbers, booleans do not."""
     kinds = get_args(hint)
     if get_origin(hint) is Literal:
-        return isinstance(value, str)  # which one is checked by the class, with a hint
+        return isinstance(value, str)  # the class checks the value itself, with a hint
     if get_origin(hint) is tuple:
         return isinstance(value, tuple) and all(_is(one, kinds[0]) for one in value)
     if kinds:
@@ -195,7 +195,7 @@ def _words_of(hint: Any) -> str:
 
 
 def read_words(path: str, name: str) -> tuple[str, ...]:
-    """The words of a vocabulary file, one per line."""
+    """Read the words of a vocabulary file, one per line."""
     if not isinstance(path, str):
         raise ConfigError(f"[features.{name}] file must be the path of a vocabulary, got {path!r}")
     try:
@@ -214,13 +214,13 @@ def native_set(
     slots: Mapping[str, int],
     listed: frozenset[str] = frozenset(),
 ) -> _core.FeatureSet:
-    """What native code applies; features named in ``listed`` are lists besides those that are so by definition."""
+    """Compile definitions for native code; features in ``listed`` are lists in addition to those defined as lists."""
     out, place, lists = _core.FeatureSet(), {}, set()
     for name, feature in features.items():
         unknown = [part for part in feature.of if part not in place]
         if unknown:
             raise ConfigError(
-                f"feature {name!r}: a cross must be of features that are defined before it, got {unknown[0]!r}"
+                f"feature {name!r}: a cross must combine features that are defined before it, got {unknown[0]!r}"
                 f"{did_you_mean(unknown[0], place)}"
             )
         if feature.listed or name in listed or any(part in lists for part in feature.of):

@@ -73,13 +73,13 @@ FORMATS: dict[str, tuple[Callable[..., Format], frozenset[str]]] = {
     "example": (_example, frozenset()),
     "example_batch": (_example_batch, frozenset()),
 }
-"""Name -> what makes the format, and the options that it takes."""
+"""Name -> the function that makes the format, and the options that it takes."""
 FORMAT_OPTIONS = frozenset[str]().union(*(options for _, options in FORMATS.values()))
-"""Of all formats."""
+"""The options of all formats together."""
 
 
 def make_format(name: str, schema: Schema, **options: Any) -> Format:
-    """The format of that name.
+    """Make the format with this name.
 
     >>> make_format("csv", Schema(label="click", sparse=("user",)), separator="|").ragged
     True

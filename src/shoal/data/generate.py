@@ -1,4 +1,4 @@
-"""Click logs in Criteo's form from a known truth, to try things on."""
+"""Synthetic click logs in Criteo's format, drawn from a known model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.durable import appearing, make_parents
 from shoal.errors import ConfigError
 
 _CHUNK = 1 << 14
-# About what the features of the Criteo week have, in order: a few that are tiny, a few that are millions.
+# Roughly the cardinalities of the features in Criteo's one-week data set, in order.
 _CARDINALITY = (
     1460, 583, 500_000, 200_000, 305, 24, 12_517, 633, 3, 93_145, 5_683, 400_000, 3_194, 27, 14_992, 300_000, 10,
     5_652, 2_173, 4, 350_000, 18, 15, 150_000, 105, 80_000,
@@ -23,18 +23,17 @@ _HEX = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriteoLike:
-    """``rows`` lines of label, 13 counts and 26 categories of 8 hex digits, a part of each missing.
+    """``rows`` lines with a label, 13 counts and 26 categories of 8 hex digits each; some values are missing.
 
-    Clicks follow from biases of the categories, from pairs of them, and from the counts; about a quarter of the lines
-    is clicked. Categories are drawn so that a few are frequent and most are rare. ``scale`` multiplies how many
-    there are.
+    Clicks depend on biases of the categories, on pairs of categories, and on the counts; about a quarter of the lines
+    are clicks. A few categories are frequent and most are rare. ``scale`` multiplies the number of categories.
     """
 
     rows: int
     seed: int = 0
     scale: float = 1.0
     first_row: int = 0
-    """Draw other lines of the same truth: those behind this many."""
+    """Skip this many lines, to draw different lines from the same model."""
 
     def __post_init__(self) -> None:
         if self.rows < 0:
@@ -43,7 +42,7 @@ class CriteoLike:
             raise ConfigError(f"generate: scale must be above 0, got {self.scale}")
 
     def chunks(self) -> Iterator[bytes]:
-        """The text, some thousand lines at a time."""
+        """Yield the text, several thousand lines at a time."""
         for number, begin in enumerate(range(0, self.rows, _CHUNK)):
             random = np.random.default_rng((self.seed, number + -(-self.first_row // _CHUNK)))
             yield self._chunk(random, min(_CHUNK, self.rows - begin))
@@ -51,7 +50,7 @@ class CriteoLike:
     def _chunk(self, random: np.random.Generator, n: int) -> bytes:
         counts = np.floor(np.exp(random.normal(1.0, 1.5, (n, 13)))).astype(np.int64) - 1
         cardinality = np.maximum(3, np.array(_CARDINALITY) * self.scale)
-        # Rank r has a weight of about 1 / r: exponentials of uniform numbers.
+        # Exponentials of uniform numbers give rank r a weight of about 1 / r.
         rank = np.floor(np.exp(random.random((n, 26)) * np.log(cardinality))).astype(np.uint64)
         words = _mix(rank * np.uint64(26) + np.arange(26, dtype=np.uint64) + np.uint64(self.seed << 40))
         bias = _normal(words) * np.where(cardinality < 20_000, 0.42, 0.2)
@@ -62,7 +61,7 @@ class CriteoLike:
 
 
 def write_criteo(path: str | os.PathLike[str], config: CriteoLike) -> int:
-    """Writes the lines, packed where the name ends in ``.gz``; the bytes on disk. The file appears when it is whole."""
+    """Write the lines, as gzip if the name ends in ``.gz``; return the size. The file appears once it is complete."""
     path = os.fspath(path)
     make_parents(path)
     with appearing(path) as part, gzip.open(part, "wb", 3) if path.endswith(".gz") else open(part, "wb") as file:
@@ -79,7 +78,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _normal(words: np.ndarray) -> np.ndarray:
-    """A number of about normal distribution that belongs to a word: the sum of four uniform ones."""
+    """Derive a roughly normal number from each word: the sum of four uniform ones."""
     mixed = _mix(words)
     parts = [((mixed >> np.uint64(16 * i)) & np.uint64(0xFFFF)).astype(np.float64) / 65536 - 0.5 for i in range(4)]
     return sum(parts) * np.sqrt(3.0)
@@ -88,7 +87,7 @@ def _normal(words: np.ndarray) -> np.ndarray:
 def _lines(
     label: np.ndarray, counts: np.ndarray, no_count: np.ndarray, words: np.ndarray, no_word: np.ndarray
 ) -> bytes:
-    """Cells of fixed width side by side; zero bytes are padding and are dropped at the end."""
+    """Lay out cells of fixed width next to each other; zero bytes are padding and are dropped at the end."""
     n = len(label)
     out = np.zeros((n, 2 + 13 * 9 + 26 * 9), dtype=np.uint8)
     out[:, 0] = ord("0") + label

@@ -16,12 +16,11 @@ _BLOCK = 1 << 21
 
 @dataclass(frozen=True, kw_only=True)
 class JsonFormat:
-    """Columns by name: texts, numbers, true and false, or lists of them; null and a name that is not there are missing
-    values.
+    """Columns by name: texts, numbers, booleans, or lists of these. A null or an absent name is a missing value.
 
     Args:
         lists: features without a definition hold any number of values, as lists.
-        part_bytes: ranks share out pieces of this size.
+        part_bytes: the size of the pieces that are divided over ranks.
         threads: parse on all threads of the native pool; for reading that does not happen during training.
     """
 
@@ -49,7 +48,7 @@ class JsonFormat:
         return JsonCursor(self, unit, state, bad)
 
     def decode(self, payloads: Sequence[bytes]) -> tuple[Samples, list[tuple[int, str]]]:
-        """The samples of some objects, and (number, why) of those that cannot be read."""
+        """Decode objects; return the samples, and (number, reason) of the objects that cannot be read."""
         schema = self.schema
         block = _core.parse_json_objects(
             list(payloads),
@@ -81,7 +80,7 @@ class JsonCursor(LineCursor):
         try:
             self._file.seek(self._offset)
             if state is None and unit.begin:
-                self._file.seek(unit.begin - 1)  # the line that runs over the border belongs to the unit before
+                self._file.seek(unit.begin - 1)  # a line that crosses the border belongs to the previous unit
                 self._offset = unit.begin - 1 + len(self._file.readline())
         except DAMAGED as error:
             self._damaged(error)
@@ -98,7 +97,7 @@ class JsonCursor(LineCursor):
                 return samples
 
     def _taken(self, rows: int) -> list[tuple[bytes, int, int]]:
-        """At most ``rows`` lines that are not empty, each with its number and its offset."""
+        """Take at most ``rows`` non-empty lines, each with its number and its offset."""
         taken: list[tuple[bytes, int, int]] = []
         used = 0
         for line in self._ready:
@@ -116,7 +115,7 @@ class JsonCursor(LineCursor):
         return taken
 
     def _refill(self) -> bool:
-        """Reads on; whether there are further lines."""
+        """Read more; return whether there are further lines."""
         while not self._ready:
             if self._final or (self._unit.end is not None and self._offset >= self._unit.end):
                 return False
@@ -129,8 +128,8 @@ class JsonCursor(LineCursor):
                 self._final = True
                 self._ready = [self._rest] if self._rest else []
                 return bool(self._ready)
-            whole, newline, self._rest = (self._rest + block).rpartition(b"\n")
-            self._ready = whole.split(b"\n") if newline else []
+            complete, newline, self._rest = (self._rest + block).rpartition(b"\n")
+            self._ready = complete.split(b"\n") if newline else []
         return True
 
     def _damaged(self, error: BaseException) -> None:

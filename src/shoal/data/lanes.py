@@ -1,8 +1,8 @@
-"""Lanes: what one rank reads of an epoch, and how what is left of an epoch is dealt to another number of ranks.
+"""Lanes: the part of an epoch that one rank reads, and how the rest of an epoch is dealt to another number of ranks.
 
-A lane is a list of units that are read whole, or every W-th stripe of all units. Where a run is resumed by more or
-fewer ranks, each lane keeps what only it can finish (its window, and the unit or the stripes that it is in the middle
-of), and what nobody has begun is dealt out anew: every sample of the epoch is read once, however often ranks change.
+A lane is a list of complete units, or every W-th stripe of all units. When more or fewer ranks resume a run, each lane
+keeps what only it can finish (its window, and the unit or stripes that it has begun), and units that no rank has begun
+are dealt out again: every sample of the epoch is read once, however often the number of ranks changes.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from typing import Any
 
 RULE = ("world", "rank", "striped", "units", "until")
 LATER: dict[str, Any] = {"end": None, "lane": None, "lanes": []}
-"""What the states of streams of version 0.1 lack."""
+"""Fields that stream states of version 0.1 do not have, with their defaults."""
 PLACE = ("epoch", "unit", "cursor", "stripe", "window", "batch", "end")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """What is read of an epoch, by whose rule, and up to where it was."""
+    """A part of an epoch: the rule that selects it, and the position that reading has reached."""
 
     epoch: int
     world: int
     rank: int
-    """Also a number in the order of windows."""
+    """Also the rank that seeds the order of windows."""
     striped: bool
-    """Whether the stripes ``rank``, ``rank + world``, … of all units are read, rather than whole units."""
+    """Whether the stripes ``rank``, ``rank + world``, … of all units are read, rather than complete units."""
     units: tuple[int, ...] | None = None
-    """Which units of the epoch's order; None: ``rank``, ``rank + world``, … unless striped, else all."""
+    """Indices into the epoch's order of units; None: all if striped, else ``rank``, ``rank + world``, …."""
     until: int | None = None
-    """The first stripe that is not read; None: all are."""
+    """The first stripe that is not read; None: all are read."""
     unit: int = 0
-    """The place, among the lane's units, of the one that the window begins in."""
+    """The index, among the lane's units, of the unit that the window begins in."""
     cursor: Any = None
     stripe: int = 0
     window: int = 0
     batch: int = 0
     end: Mapping[str, Any] | None = None
-    """Where the window ends, if ``batch`` batches of it were taken: ``unit``, ``cursor`` and ``stripe``."""
+    """Where the window ends, once ``batch`` batches of it were taken: ``unit``, ``cursor`` and ``stripe``."""
 
     def chosen(self, count: int) -> Sequence[int]:
-        """The lane's units, of ``count`` in the epoch's order."""
+        """The indices of the lane's units among the ``count`` units in the epoch's order."""
         if self.units is not None:
             return self.units
         return range(count) if self.striped else range(self.rank, count, self.world)
 
     def rule(self) -> dict[str, Any]:
-        """What is read, without where: JSON values."""
+        """The rule without the position, as JSON values."""
         return {name: value for name, value in asdict(self).items() if name in RULE}
 
 
 def lane_of(rule: Mapping[str, Any], place: Mapping[str, Any]) -> Lane:
-    """From JSON values."""
+    """Build a lane from JSON values."""
     units = rule["units"]
     rules = {name: rule[name] for name in RULE} | {"units": None if units is None else tuple(units)}
     return Lane(**rules, **{name: place[name] for name in PLACE})
@@ -61,12 +61,12 @@ def lane_of(rule: Mapping[str, Any], place: Mapping[str, Any]) -> Lane:
 def deal(
     lanes: Sequence[Lane], world: int, sizes: Callable[[int], Sequence[int]], read: Callable[[Lane], float]
 ) -> list[list[Lane]]:
-    """What each of ``world`` ranks reads, in this order, of the lanes that are left of an epoch and of those before.
+    """Deal the unfinished lanes of an epoch, and of earlier ones, to ``world`` ranks; return the lanes of each rank.
 
     Args:
-        lanes: all that the former ranks had not finished.
-        sizes: of the units of an epoch, in its order.
-        read: how much of the unit that a lane is in has been read, in the measure of sizes.
+        lanes: all lanes that the previous ranks had not finished.
+        sizes: the sizes of the units of an epoch, in its order.
+        read: how much of a lane's current unit has been read, in the same measure as ``sizes``.
     """
     dealt: list[list[Lane]] = [[] for _ in range(world)]
     loads = [0.0] * world
@@ -114,10 +114,10 @@ def deal(
 
 
 def _end(lane: Lane) -> Mapping[str, Any]:
-    """Where the next window of a lane begins."""
+    """Return where the next window of a lane begins."""
     return lane.end if lane.end is not None else {"unit": lane.unit, "cursor": lane.cursor, "stripe": lane.stripe}
 
 
 def _new(epoch: int, world: int, rank: int, striped: bool, end: Mapping[str, Any]) -> Lane:
-    """A lane in an epoch that has begun: its windows do not count from 0."""
+    """Make a lane in an epoch that has begun; its windows do not count from 0."""
     return Lane(epoch=epoch, world=world, rank=rank, striped=striped, window=1, **end)

@@ -39,11 +39,11 @@ class ParquetFormat:
             return []
         with open_error(path), open(path, "rb") as raw:
             if raw.read(4) != b"PAR1":
-                raise ConfigError(f'data: {path} is not a Parquet file; set [data] format to what it is, such as "csv"')
+                raise ConfigError(f'data: {path} is not a Parquet file; set [data] format to its format, such as "csv"')
         try:
             file = _parquet().ParquetFile(path)
         except _damaged():
-            return [Unit(path=path, begin=-1)]  # its cursor tells why, where bad rows are counted
+            return [Unit(path=path, begin=-1)]  # its cursor reports the error, where bad rows are counted
         with file:
             names = set(file.schema_arrow.names)
             missing = [name for name in self.columns() if name not in names]
@@ -97,7 +97,7 @@ class ParquetCursor:
 
 
 def table_samples(form: ParquetFormat, table: Any, path: str) -> tuple[Samples, list[tuple[int, str]]]:
-    """The samples of an Arrow table from the file ``path``, and (number, why) of rows that have none."""
+    """Convert an Arrow table from the file ``path``; return the samples, and (number, reason) of unreadable rows."""
     schema, part = form.schema, table.combine_chunks()
     label = _numbers(part, schema.label, path, missing=float("nan"))
     dense = [_numbers(part, schema.column(name), path, schema.number(name).default) for name in schema.dense]
@@ -119,7 +119,7 @@ def table_samples(form: ParquetFormat, table: Any, path: str) -> tuple[Samples, 
 
 
 def _ids(form: ParquetFormat, part: Any, path: str) -> tuple[Samples, dict[int, str]]:
-    """The ids of a part of a table, and why a row has none."""
+    """Return the ids of a part of a table, and the reasons of unreadable rows by number."""
     schema, rules, columns = form.schema, form.rules(), []
     for name in schema.sparse:
         column = schema.column(name)
@@ -139,7 +139,7 @@ def _array(part: Any, name: str) -> Any:
 
 
 def _numbers(part: Any, name: str, path: str, missing: float = 0.0) -> Tensor:
-    """float64; nulls are ``missing``."""
+    """Return a column as float64; nulls become ``missing``."""
     import pyarrow as pa
 
     array = _array(part, name)
@@ -151,13 +151,13 @@ def _numbers(part: Any, name: str, path: str, missing: float = 0.0) -> Tensor:
 
 
 def _column(array: Any, schema: Schema, name: str, lists: bool, where: str) -> Column:
-    """One feature's values as native code takes them."""
+    """Convert one feature's values to the form that native code takes."""
     import pyarrow as pa
 
     lengths = None
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         if not (lists or schema.feature(name).listed):
-            raise ConfigError(f"{where} holds {array.type}; set lists = true for features of many ids")
+            raise ConfigError(f"{where} holds {array.type}; set lists = true for features with several ids")
         import pyarrow.compute
 
         count: Any = pyarrow.compute.call_function
@@ -181,7 +181,7 @@ def _column(array: Any, schema: Schema, name: str, lists: bool, where: str) -> C
     large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
     if not (large or pa.types.is_string(array.type) or pa.types.is_binary(array.type)):
         if pa.types.is_nested(array.type):
-            raise ConfigError(f"{where} holds {array.type}; set lists = true for features of many ids")
+            raise ConfigError(f"{where} holds {array.type}; set lists = true for features with several ids")
         array = array.cast(pa.string())
     _, offsets, data = array.buffers()
     values = np.frombuffer(offsets, np.int64 if large else np.int32) if offsets is not None else np.zeros(1, np.int32)
@@ -192,7 +192,7 @@ def _column(array: Any, schema: Schema, name: str, lists: bool, where: str) -> C
 
 
 def _words(array: Any, schema: Schema, name: str, lengths: np.ndarray | None, where: str) -> Column:
-    """A dictionary's values; where each has one id, it is worked out once."""
+    """Convert a dictionary column; if each value has one id, the id is computed once per value."""
     feature = schema.feature(name)
     words = _column(array.dictionary, schema, name, False, where)
     if feature.listed or feature.default is not None or words.lengths is not None:
@@ -209,7 +209,7 @@ def _words(array: Any, schema: Schema, name: str, lengths: np.ndarray | None, wh
 
 
 def _ints(array: Any) -> np.ndarray:
-    """int64; nulls are 0, and unsigned numbers wrap around."""
+    """Convert to int64; nulls become 0, and unsigned numbers wrap around."""
     import pyarrow as pa
 
     array = array.cast(pa.int64(), safe=False)
@@ -218,7 +218,7 @@ def _ints(array: Any) -> np.ndarray:
 
 
 def _damaged() -> tuple[type[BaseException], ...]:
-    """What reading a broken file raises."""
+    """The exceptions that reading a broken file raises."""
     import pyarrow as pa
 
     return OSError, ValueError, pa.ArrowException

@@ -1,6 +1,6 @@
-"""`Prefetch`: the batches of a stream, read ahead by a thread of their own.
+"""`Prefetch`: reads the batches of a stream ahead, in a separate thread.
 
-Parsing is native and lets go of the interpreter, so it overlaps with training.
+Parsing is native and releases the GIL, so it overlaps with training.
 """
 
 from shoal.background.ahead import ReadAhead as Prefetch

@@ -1,4 +1,4 @@
-"""Raw values column by column, as requests, Python programs and Parquet files have them, made into ids and numbers."""
+"""Ids and numbers from raw values in columns, as in requests, Python programs and Parquet files."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Column:
     values: np.ndarray
     count: int
     text: Any = b""
-    """What holds texts: bytes, or an array of them."""
+    """The object that owns the texts: bytes, or an array of bytes."""
     lengths: np.ndarray | None = None
-    """Values of each sample, int64; None: one."""
+    """The number of values per sample, int64; None: one each."""
     valid: np.ndarray | None = None
-    """uint8: 0 where a value is missing; None: none is."""
+    """uint8: 0 where a value is missing; None: no value is missing."""
 
     def native(self) -> tuple[int, int, int, int, int, int, int]:
         text = np.frombuffer(self.text, np.uint8)
@@ -40,7 +40,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Numbers ``[n, D]`` as a net gets them, and ids as `Samples` has them."""
+    """The inputs of a net: numbers ``[n, D]``, and ids in the form of `Samples`."""
 
     dense: Tensor
     ids: Tensor
@@ -48,7 +48,7 @@ class Inputs:
 
 
 def make_inputs(schema: Schema, raw: Mapping[str, Any], *, lists: bool = False) -> Inputs:
-    """The inputs of a model, from raw values by column: lists or arrays with a value, or a list of values, a sample.
+    """Make a model's inputs from raw columns: lists or arrays with one value, or one list of values, per sample.
 
     >>> from shoal.data import Feature
     >>> schema = Schema(label="click", sparse=("user", "tags"), definitions={"tags": Feature(list=True)})
@@ -56,18 +56,18 @@ def make_inputs(schema: Schema, raw: Mapping[str, Any], *, lists: bool = False) 
     >>> made.offsets.tolist()
     [0, 1, 3, 4, 4]
 
-    Missing values are None, or left out with their whole column. Raises `ConfigError` for a column that the schema does
-    not have, for columns of different lengths and for values that a definition does not take.
+    A missing value is None; a column whose values are all missing can be left out. Raises `ConfigError` for a column
+    that is not in the schema, for columns of different lengths, and for values that a definition does not accept.
     """
     return InputMaker(schema, lists=lists)(raw)
 
 
 class InputMaker:
-    """Makes a model's inputs of raw values, as `make_inputs` does, any number of times.
+    """Does the same as `make_inputs`, for any number of calls with one schema.
 
     Args:
         lists, separator: as for `Schema.native`.
-        ready: the values of features, by the name of the feature, are ids already; numbers stay raw.
+        ready: columns are named by feature and hold ids already; numbers stay raw.
     """
 
     def __init__(self, schema: Schema, *, lists: bool = False, separator: str = "", ready: bool = False) -> None:
@@ -78,12 +78,12 @@ class InputMaker:
             for name in schema.sparse
             if schema.feature(name).listed or (name not in schema.definitions and (lists or bool(separator)))
         )
-        """Features with any number of values; crosses are not named."""
+        """Features that can have any number of values, without crosses."""
         self.columns = {name: self.column(name) for name in schema.sparse}
-        """The input that a feature is made of; empty for a cross."""
+        """The input column of each feature; empty for a cross."""
         dense = {name: schema.column(name) for name in schema.dense}
         self.names = tuple(dict.fromkeys(one for one in [*self.columns.values(), *dense.values()] if one))
-        """The inputs, each once."""
+        """The input columns, each once."""
 
     def column(self, feature: str) -> str:
         column = self.schema.column(feature)
@@ -121,11 +121,11 @@ class InputMaker:
                     f"there is no feature {name!r}{did_you_mean(name, self.names)}; there are {sorted(self.names)}"
                 )
             if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
-                raise ConfigError(f"feature {name!r}: its values must be a list with one a sample, got {values!r}")
+                raise ConfigError(f"feature {name!r}: its values must be a list with one per sample, got {values!r}")
             columns[name] = values
         sizes = {name: len(values) for name, values in columns.items()}
         if len(set(sizes.values())) > 1:
-            raise ConfigError(f"every feature must have as many values as there are samples, got {sizes}")
+            raise ConfigError(f"all features must have one value or list per sample, got different lengths: {sizes}")
         return columns
 
     def _column_of(self, values: Any, n: int, name: str) -> Column:
@@ -138,7 +138,7 @@ class InputMaker:
 
 
 def column_of(values: Any, n: int, name: str) -> Column:
-    """A column of Python's or numpy's values; None: all are missing."""
+    """Build a column from Python or numpy values; None: all values are missing."""
     if values is None:
         return Column(kind=INTEGER, values=np.zeros(n, np.int64), count=n, valid=np.zeros(n, np.uint8))
     if isinstance(values, Tensor):
@@ -173,7 +173,7 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _mixed(values: list[Any], lengths: np.ndarray | None, name: str) -> Column:
-    """Texts, integers or numbers, some of which may be None."""
+    """Build a column from texts, integers or numbers, some of which can be None."""
     present = [value for value in values if value is not None]
     valid = None if len(present) == len(values) else np.array([value is not None for value in values], np.uint8)
     if any(isinstance(value, str | bytes) for value in present):
@@ -212,7 +212,7 @@ def _numbers(values: Any, n: int, name: str, default: float) -> Tensor:
         with np.errstate(invalid="ignore"):  # a NaN of any bits is a missing value
             numbers = torch.from_numpy(np.array(values, np.float64).reshape(n))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"number {name!r}: it must have one number per sample ({error})") from None
+        raise ConfigError(f"number {name!r} must have one number per sample ({error})") from None
     if bool(torch.isinf(numbers).any()):
-        raise ConfigError(f"number {name!r}: it must be finite, got infinity")
+        raise ConfigError(f"number {name!r} must be finite, got infinity")
     return torch.where(torch.isnan(numbers), default, numbers).float()

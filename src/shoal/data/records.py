@@ -1,4 +1,4 @@
-"""Files of TFRecord frames: a cursor that knows where it is, whatever the records hold."""
+"""Files of TFRecord frames: a resumable cursor that does not depend on the contents of the records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_RECORD = 1 << 30
 
 
 class RecordFormat(ABC):
-    """The base of formats whose files are frames. A file is one unit, since frames cannot be found from the middle."""
+    """Base of formats whose files are frames. A file is one unit: frame borders cannot be found from the middle."""
 
     ragged = True
     rows_per_record = False
@@ -33,7 +33,7 @@ class RecordFormat(ABC):
 
     @abstractmethod
     def decode(self, payloads: Sequence[bytes]) -> tuple[Samples, list[tuple[int, str]]]:
-        """The samples of some records, and (number, why) of those that cannot be read."""
+        """Decode records; return the samples, and (number, reason) of the records that cannot be read."""
 
 
 class RecordCursor:
@@ -44,7 +44,7 @@ class RecordCursor:
         self._buffer, self._at, self._final = b"", 0, False
         self._offset, self._number, self._skip = 0, 0, 0
         self._left: Samples | None = None
-        """What is left of a record with many samples; `_skip` of them were read."""
+        """The samples of the current record, of which `_skip` were taken."""
         with open_error(unit.path):
             self._file = open_bytes(unit.path)
         if state is not None:
@@ -84,7 +84,7 @@ class RecordCursor:
         return part
 
     def _next(self, records: int) -> Samples | None:
-        """The samples of at most so many records that are not all bad; None at the end."""
+        """Return the samples of at most ``records`` records, skipping runs of bad ones; None at the end."""
         while True:
             try:
                 payloads, offsets, consumed = _core.read_frames(self._buffer, self._at, records)

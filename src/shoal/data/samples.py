@@ -1,4 +1,4 @@
-"""`Samples`: labels, numbers and ids of some samples, as tensors."""
+"""`Samples`: the labels, numbers and ids of a group of samples, as tensors."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Samples:
         return (self.offsets.shape[0] - 1) // max(len(self), 1)
 
     def pin_memory(self) -> Samples:
-        """In memory that a GPU copies from without waiting."""
+        """A copy in pinned memory, from which a GPU copies asynchronously."""
         pinned = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) is not None}
         return replace(self, **{name: one.pin_memory() for name, one in pinned.items()})
 
     def take(self, index: Tensor) -> Samples:
-        """The samples with these numbers, in their order."""
+        """The samples at these indices, in the order of ``index``."""
         time = None if self.time is None else _rows(self.time, index)
         if self.offsets is None:
             ids, offsets = _rows(self.ids, index), None
@@ -64,7 +64,7 @@ class Samples:
         return self.ids[torch.arange(shift.shape[0], device="cpu") + shift], offsets
 
     def part(self, begin: int, end: int) -> Samples:
-        """Samples ``begin`` to ``end``, without a copy but for offsets."""
+        """Samples ``begin`` to ``end``; only offsets are copied."""
         time = None if self.time is None else self.time[begin:end]
         if self.offsets is None:
             ids, offsets = self.ids[begin:end], None
@@ -76,7 +76,7 @@ class Samples:
 
     @staticmethod
     def join(parts: Sequence[Samples], room: dict[str, np.ndarray] | None = None) -> Samples:
-        """All of them one after the other; in the memory of ``room``, where a former result was and is over."""
+        """Concatenate ``parts``. With ``room``, overwrite an earlier result in the same memory."""
         if len(parts) == 1:
             return parts[0]
         ragged = parts[0].offsets is not None
@@ -95,7 +95,7 @@ class Samples:
 
     @staticmethod
     def empty(dense: int, features: int, *, ragged: bool = False, timed: bool = False) -> Samples:
-        """No samples, of the right shape."""
+        """Zero samples, with the right shapes."""
         return Samples(
             label=torch.empty(0, dtype=torch.float32, device="cpu"),
             dense=torch.empty(0, dense, dtype=torch.float32, device="cpu"),
@@ -106,7 +106,7 @@ class Samples:
 
 
 class Finish:
-    """Turns the labels and numbers that readers give into those that a schema defines."""
+    """Converts labels and numbers from the readers' raw values to those that a schema defines."""
 
     def __init__(self, schema: Schema) -> None:
         self._schema, self._native = schema, schema.native()
@@ -125,7 +125,7 @@ class Finish:
         return replace(samples, label=label, dense=dense)
 
 
-# With numpy, on one thread: this runs beside training, which has torch's threads.
+# In numpy, on one thread: this runs during training, which uses torch's threads.
 def _rows(tensor: Tensor, index: Tensor) -> Tensor:
     return torch.from_numpy(np.take(tensor.numpy(), index.numpy(), axis=0))
 
@@ -134,7 +134,7 @@ def _join(tensors: Sequence[Tensor], room: dict[str, np.ndarray] | None = None, 
     arrays = [tensor.numpy() for tensor in tensors]
     if room is None:
         return torch.from_numpy(np.concatenate(arrays))
-    rows = sum(map(len, arrays))  # fresh pages would cost more than the copy
+    rows = sum(map(len, arrays))  # allocating new pages would cost more than the copy
     kept = room.get(name)
     if kept is None or len(kept) < rows:
         kept = room[name] = np.empty((rows, *arrays[0].shape[1:]), arrays[0].dtype)

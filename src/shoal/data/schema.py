@@ -1,4 +1,4 @@
-"""`Schema`: what of the data is the label, what are numbers and ids, and how raw values become them."""
+"""`Schema`: which columns are the label, the numbers and the features, and how raw values become numbers and ids."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shoal.fid import MAX_SLOT_V2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
-    """The numbers and the features of the data, by name; each is a column of that name unless its definition differs.
+    """The numbers and features of the data, by name; each reads the column of its name unless its definition differs.
 
-    A category is told apart by its text: an id is the slot of its feature (bits 62..48) and 48 bits of a hash of the
-    text. The integer 12 in a Parquet file and the text ``12`` in a CSV file are one id. Among n categories of one
-    feature about n²/2^49 pairs share an id: none is to be expected below 10 million, 18 pairs in 100 million.
+    A category is identified by its text: an id is the slot of its feature (bits 62..48) and 48 bits of a hash of the
+    text. The integer 12 in a Parquet file and the text ``12`` in a CSV file have the same id. Among n categories of one
+    feature, about n²/2^49 pairs share an id: none is expected below 10 million categories, 18 pairs in 100 million.
 
     >>> age = Feature(kind="bucket", boundaries=(18, 65), column="years")
     >>> Schema(label="click", sparse=("user", "age"), definitions={"age": age}).raw_columns()
@@ -30,19 +30,19 @@ class Schema:
     dense: tuple[str, ...] = ()
     sparse: tuple[str, ...] = ()
     time: str | None = None
-    """A column of seconds since 1970, which rows are stamped with and expire by."""
+    """A column of seconds since 1970, used to stamp and to expire rows."""
     slots: Mapping[str, int] = field(default_factory=dict)
-    """Of features whose slot is not their place in ``sparse``, from 1; features with one slot share their rows."""
+    """Slots that are not the feature's position in ``sparse``, from 1. Features with the same slot share rows."""
     raw: bool = False
     """Integers are 64-bit ids already and are not hashed."""
     positive_above: float | None = None
-    """The label is 1 where the column is above this, else 0; without it the column holds 0 and 1."""
+    """The label is 1 where the column is above this, else 0. Without it the column must hold 0 and 1."""
     log_dense: bool = False
-    """Numbers x become sign(x) * log(1 + |x|), which suits counts; a `Number` of ``definitions`` says so itself."""
+    """Numbers x become sign(x) * log(1 + |x|), which suits counts; a `Number` in ``definitions`` sets its own."""
     definitions: Mapping[str, Feature | Number] = field(default_factory=dict)
-    """Of features and numbers that are not as by default."""
+    """Definitions of the features and numbers that differ from the default."""
     keep_negatives: float = 1.0
-    """The share of the negatives that the data still has. Served scores are corrected for it; see `log_odds`."""
+    """The share of negatives that was kept in the data. Served scores are corrected for it; see `log_odds`."""
 
     def __post_init__(self) -> None:
         names = [self.label, *self.dense, *self.sparse, *([self.time] if self.time else [])]
@@ -68,13 +68,13 @@ class Schema:
             if name not in names:
                 kind = "a number" if role == "dense" else "a feature"
                 raise ConfigError(f"data: {name!r} is defined as {kind}, so {role} must name it, got {list(names)}")
-        self.native()  # which checks what definitions say of each other
+        self.native()  # checks references between definitions
 
     @property
     def log_odds(self) -> float:
-        """What a logit that was learnt from this data needs added to be that of all data: log(``keep_negatives``).
+        """The term to add to a logit learnt from this data to get that of the full data: log(``keep_negatives``).
 
-        Leaving out negatives divides their number by a known factor, and so multiplies the odds by it.
+        Dropping negatives divides their number by a known factor, and so multiplies the odds by that factor.
         """
         return math.log(self.keep_negatives)
 
@@ -94,21 +94,21 @@ class Schema:
         return self.slots.get(name, self.sparse.index(name) + 1) if own is None else own
 
     def column(self, name: str) -> str:
-        """The column that a number or a feature is made of; empty for a cross."""
+        """The column that a number or a feature reads; empty for a cross."""
         given = self.definitions.get(name)
         if isinstance(given, Feature) and given.kind == "cross":
             return ""
         return (given.column if given is not None else None) or name
 
     def raw_columns(self) -> list[str]:
-        """The columns that the data must have, each once."""
+        """The columns that the data must contain, each once."""
         made = [self.column(name) for name in (*self.dense, *self.sparse)]
         return list(dict.fromkeys([self.label, *filter(None, made), *([self.time] if self.time else [])]))
 
     def native(self, *, lists: bool = False, separator: str = "") -> _core.FeatureSet:
-        """What readers and servers apply.
+        """The definitions compiled for readers and servers.
 
-        With ``lists`` or a ``separator`` every feature that has no definition is a list, too.
+        With ``lists`` or a ``separator``, every feature without a definition is a list, too.
         """
         features = {name: self.feature(name) for name in self.sparse}
         plain = frozenset(name for name in self.sparse if name not in self.definitions)
@@ -119,7 +119,7 @@ class Schema:
         return native_set(features, {name: self.number(name) for name in self.dense}, slots, listed)
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps, to refuse data of another shape, and an export, to make ids of raw values."""
+        """JSON values for checkpoints, which refuse data of another shape, and exports, which convert raw values."""
         made = {
             **{name: getattr(self, name) for name in ("label", "time", "raw", "positive_above", "log_dense")},
             "dense": list(self.dense), "sparse": list(self.sparse), "slots": dict(self.slots),
@@ -132,7 +132,7 @@ class Schema:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Schema:
-        """What `to_json` gave."""
+        """Build a schema from the values of `to_json`."""
         defined = {name: definition(name, given) for name, given in values.get("definitions", {}).items()}
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         plain["definitions"] = defined
@@ -140,7 +140,7 @@ class Schema:
 
 
 def no_column(name: str, columns: Sequence[str]) -> str:
-    """That a file has no such column, and which it has."""
+    """The message for a file without the column ``name``, listing the columns that it has."""
     there = ", ".join(map(repr, columns[:50])) + (", …" if len(columns) > 50 else "")
     return f"there is no column {name!r}{did_you_mean(name, columns)}; the columns are {there}"
 
@@ -155,7 +155,7 @@ CRITEO = Schema(
 
 
 def text_fid(text: str | bytes, slot: int) -> int:
-    """The id of a category's text in a slot, as all readers compute it.
+    """The id of a category's text in a slot, computed as in all readers.
 
     >>> text_fid("68fd1e64", 1) == text_fid(b"68fd1e64", 1) != text_fid("68fd1e64", 2)
     True

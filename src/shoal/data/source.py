@@ -1,4 +1,4 @@
-"""What a file format gives: units of work that ranks share out, and cursors that know where in a unit they are."""
+"""The interface of file formats: units of work that are divided over ranks, and resumable cursors over a unit."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class Unit:
     begin: int = 0
     end: int | None = None
     size: int = 1
-    """How much there is in it, in whatever measure its file's other units have."""
+    """Its size, in the same measure as the other units of its file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRow:
-    """A line, row or record that could not be read, or with ``rest`` all that comes after it in its file."""
+    """A line, row or record that could not be read; with ``rest`` everything after it in its file is lost, too."""
 
     path: str
     why: str
     line: int | None = None
-    """From 1; None where only ``offset`` is known."""
+    """Counted from 1; None if only ``offset`` is known."""
     offset: int = 0
     rest: bool = False
     noun: str = "line"
 
     def where(self) -> str:
-        """File and line, which for the middle of a large file is counted now."""
+        """The file and line. In the middle of a large file, this call counts the lines before it."""
         line = self.line
         if line is None and self.noun == "line":
             line = 1 + count_newlines(self.path, self.offset)
@@ -53,29 +53,29 @@ class BadRow:
 
 
 OnBad = Callable[[BadRow], None]
-"""Is told of each bad row; may raise."""
+"""Called with each bad row; can raise."""
 
 
 class Cursor(Protocol):
     """Reads the samples of one unit in order."""
 
     def read(self, rows: int) -> Samples | None:
-        """At most ``rows`` further samples, perhaps none; None when the unit has ended."""
+        """Read at most ``rows`` further samples, possibly none; None at the end of the unit."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Where the next `read` begins, as JSON values that `Format.open` takes."""
+        """The position of the next `read`, as JSON values that `Format.open` takes."""
         ...
 
     def close(self) -> None: ...
 
 
 class LineCursor:
-    """A place in a file of lines: its ``state``, and how bad lines and damage are reported."""
+    """A position in a file of lines: its ``state``, and the reporting of bad lines and damage."""
 
     def __init__(self, unit: Unit, bad: OnBad) -> None:
         self._unit, self._bad = unit, bad
-        self._offset, self._lines = unit.begin, 0  # of the next line, in the file; lines since the unit's begin
+        self._offset, self._lines = unit.begin, 0  # the next line's offset in the file; lines since the unit began
         with open_error(unit.path):
             self._file = open_bytes(unit.path)
 
@@ -94,11 +94,11 @@ class LineCursor:
 
 
 class Format(Protocol):
-    """A kind of file. Implementations are frozen: everything that changes is in the cursors."""
+    """A kind of file. Implementations are frozen; all mutable state is in the cursors."""
 
     @property
     def ragged(self) -> bool:
-        """Whether a feature may have any number of ids."""
+        """Whether a feature can have any number of ids."""
         ...
 
     def units(self, path: str) -> list[Unit]:
@@ -106,21 +106,21 @@ class Format(Protocol):
         ...
 
     def open(self, unit: Unit, state: Mapping[str, Any] | None, bad: OnBad) -> Cursor:
-        """A cursor at the beginning of a unit, or where another cursor's `state` was."""
+        """Open a cursor at the beginning of a unit, or at the position ``state`` of an earlier cursor."""
         ...
 
 
 DAMAGED = (EOFError, OSError, zlib.error)
-"""What reading a broken file raises."""
+"""The exceptions that reading a broken file raises."""
 
 
 def open_bytes(path: str) -> Any:
-    """A file, unpacked if it is gzip by its first bytes; its ``read`` gives all that comes before a damaged place."""
+    """Open a file, decompressing gzip (detected by its first bytes); ``read`` returns everything before damage."""
     return Unpacked(path) if is_gzip(path) else open(path, "rb")
 
 
 class Unpacked(gzip.GzipFile):
-    """A gzip file that tells of damage once everything before it was read."""
+    """A gzip file that raises for damage only after everything before it was read."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, "rb")
@@ -145,7 +145,7 @@ class Unpacked(gzip.GzipFile):
         return b"".join(parts)
 
 
-# What a file of another kind begins with, what it is, and what to do.
+# The first bytes of other kinds of files, what they are, and the advice.
 _KINDS = (
     (b"PAR1", "a Parquet file", 'set format = "parquet"'),
     (b"ARROW1\0", "an Arrow file", "convert it to Parquet"),
@@ -159,14 +159,14 @@ _KINDS = (
 
 
 def refuse_other_kinds(path: str, wanted: str) -> None:
-    """Raises `ConfigError` for a file that is known, by its first bytes, not to be of the ``wanted`` kind."""
+    """Raise `ConfigError` for a file whose first bytes show that it is not of the ``wanted`` kind."""
     with open_error(path), open_bytes(path) as file:
         try:
             begin = file.read(64)
-        except DAMAGED:  # told where bad rows are
+        except DAMAGED:  # reported later, as a bad row
             return
     for magic, kind, way_out in _KINDS:
-        # A header of text may begin with the letters PAR1; the numbers that follow in a Parquet file are not text.
+        # A text file's header can begin with the letters PAR1, but not followed by a Parquet file's binary numbers.
         if begin.startswith(magic) and (magic != b"PAR1" or any(byte < 9 for byte in begin)):
             raise ConfigError(f"data: {path} is {kind}, not {wanted}; {way_out}")
 
@@ -177,7 +177,7 @@ def is_gzip(path: str) -> bool:
 
 
 class open_error:
-    """Names the file when it cannot be opened."""
+    """Adds the file's name to the error when it cannot be opened."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -191,7 +191,7 @@ class open_error:
 
 
 def count_newlines(path: str, before: int) -> int:
-    """Newlines in the first ``before`` bytes."""
+    """Count the newlines in the first ``before`` bytes."""
     total = 0
     with open_bytes(path) as file:
         while before > 0:

@@ -1,9 +1,9 @@
-"""`Stream`: batches from files, shuffled in windows, shared out over ranks, and resumable to the sample.
+"""`Stream`: batches from files, shuffled in windows, divided over ranks, and resumable at any batch.
 
 A stream reads a window of rows, permutes it by the seed, the epoch and the window's number, and hands it out in
-batches. Its position is therefore a few numbers: the cursor at the window's beginning, and how many of its batches
-were taken. Going on from there reads that window again. The positions of all ranks of a run can be dealt to another
-number of ranks (`shoal.data.lanes`), and so can those of the workers of a `DataLoader` (`shoal.data.workers`).
+batches. Its position is therefore a few numbers: the cursor at the window's beginning, and how many batches of the
+window were taken. Resuming reads that window again. The positions of all ranks of a run can be dealt to another number
+of ranks (`shoal.data.lanes`), and so can those of the workers of a `DataLoader` (`shoal.data.workers`).
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from shoal.data.source import BadRow, Cursor, Format, OnBad, Unit
 from shoal.data.workers import WORKER, WORKERS, Together, of_all_ranks, part_of
 from shoal.errors import ConfigError, DataError
 
-_UNEVEN = 1.5  # the most that a rank may have of the mean; above it ranks take batches of all files in turn
-_WINDOW = 1 << 15  # rows that are read at once, at least, if that is no less than a batch
+_UNEVEN = 1.5  # largest share of a rank, relative to the mean; above it ranks take turns reading batches from all files
+_WINDOW = 1 << 15  # rows read at once: at least this many, and at least one batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """``samples``, and the ``state`` from which a stream continues after them."""
+    """Samples, and the ``state`` from which a stream continues after them."""
 
     samples: Samples
     state: dict[str, Any]
     records: tuple[str, int] | None = None
-    """The partition that all its records are of, and the number of the last one; None where that is not known."""
+    """The partition of all its records, and the number of the last one; None if unknown."""
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def pin_memory(self) -> Batch:
-        """With samples in pinned memory, as a `DataLoader` asks for."""
+        """The batch with its samples in pinned memory; called by a `DataLoader`."""
         return replace(self, samples=self.samples.pin_memory())
 
 
 class _Place:
-    """The cursor that an iteration reads with, open from one window to the next: to find its place in a gzip file
-    again, all before it would have to be unpacked."""
+    """An iteration's cursor, kept open from one window to the next: finding a position in a gzip file again means
+    decompressing everything before it."""
 
     def __init__(self) -> None:
         self.cursor: Cursor | None = None
@@ -60,19 +60,20 @@ class _Place:
 
 
 class Stream(IterableDataset[Batch]):
-    """Iterates over batches of ``files``. Every rank makes one, with the same arguments but for ``rank``.
+    """Iterates over batches from ``files``. Every rank makes one, with the same arguments except ``rank``.
 
-    The workers of ``DataLoader(stream, batch_size=None, num_workers=…)`` share the files of their rank out. The batches
-    of a worker have that worker's state; those of `through` have one that all can be resumed from. Each worker makes
-    its own passes over its share, counts bad rows in the states of its batches, and calls its own copy of ``on_bad``.
+    The workers of ``DataLoader(stream, batch_size=None, num_workers=…)`` divide the files of their rank. The batches
+    of a worker carry that worker's state; those of `through` carry one from which all workers can resume. Each worker
+    makes its own passes over its share, counts bad rows in the states of its batches, and calls its own copy of
+    ``on_bad``.
 
     Args:
         files: paths and glob patterns, read in sorted order unless shuffled.
-        batch_size: of each rank. The last batch of an epoch may be smaller, and where ranks take turns in the same
-            files (since there are too few to share out) the last of a file.
-        shuffle_rows: how many rows are in memory to be shuffled; 0 keeps the order of the files.
+        batch_size: samples per batch on each rank. The last batch of an epoch can be smaller, and so can the last
+            batch of a file if there are too few files to divide and ranks take turns in the same ones.
+        shuffle_rows: the number of rows held in memory and shuffled; 0 keeps the order of the files.
         epochs: passes over the files.
-        on_bad: is told of each bad row, which is then left out; by default they are only counted (``bad_rows``).
+        on_bad: called with each bad row, which is then skipped; by default they are only counted (``bad_rows``).
     """
 
     def __init__(
@@ -106,24 +107,24 @@ class Stream(IterableDataset[Batch]):
         self._finish = Finish(schema)
         units = {path: form.units(path) for path in self.files}
         self.empty = [path for path, parts in units.items() if not parts]
-        """Files that hold nothing at all."""
+        """Files of size zero."""
         self._units = [unit for parts in units.values() for unit in parts]
         batches = max(1, (shuffle_rows or _WINDOW) // batch_size) if shuffle_rows or batch_size < _WINDOW else 1
         self._window = batches * batch_size
         self._progress: dict[str, Any] = {
             "epoch": 0, "unit": 0, "cursor": None, "stripe": 0, "window": 0, "rows": 0, "bad": 0, "batch": 0, **LATER,
         }  # fmt: skip
-        # The batches of a shuffled window are copies, so the next one may be in the same memory.
+        # The batches of a shuffled window are copies, so the next window can reuse its memory.
         self._room: dict[str, np.ndarray] | None = {} if shuffle_rows else None
-        self._measured = (0, 0.0)  # rows and the share of everything that was read for them
+        self._measured = (0, 0.0)  # rows, and the share of all data that was read to get them
         self.first = dict(self._progress)
-        """The state of a stream that nothing was read of."""
+        """The state of a stream before the first read."""
         self.state = dict(self.first)
-        """From where iteration begins; that of a `Batch` to continue after it."""
+        """Where iteration begins. Set it to the state of a `Batch` to continue after that batch."""
 
     @property
     def bad_rows(self) -> int:
-        """Rows that were left out so far."""
+        """Rows skipped so far."""
         return self._progress["bad"]
 
     def __iter__(self) -> Iterator[Batch]:
@@ -142,7 +143,7 @@ class Stream(IterableDataset[Batch]):
             place.leave()
 
     def through(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of a `DataLoader` over this stream, each with the state from which all workers continue.
+        """The batches of a `DataLoader` over this stream, each with a state from which all workers continue.
 
         ::
 
@@ -151,8 +152,8 @@ class Stream(IterableDataset[Batch]):
                 ...
                 save(batch.state)
 
-        ``stream.restart(batch.state)``, before the loader is made, continues there, in the same order, or with another
-        number of workers in another one.
+        To resume, call ``stream.restart(batch.state)`` before the loader is made. The order is the same unless the
+        number of workers changes.
         """
         together: Together | None = None
         for batch in loader:
@@ -195,12 +196,12 @@ class Stream(IterableDataset[Batch]):
             skip = 0
 
     def total_rows(self) -> float | None:
-        """About how many rows this rank reads in all epochs, by the size of what was read; None at the beginning."""
+        """Estimated rows that this rank reads in all epochs, from the sizes read so far; None at the beginning."""
         rows, share = self._measured
         return rows / share if share else None
 
     def _share(self, progress: Mapping[str, Any], lane: Lane) -> float:
-        """How much of all epochs has been read, by the sizes of units; 0 where other ranks began this epoch."""
+        """The share of all epochs that was read, by the sizes of units; 0 if other ranks began this epoch."""
         if progress["lane"] is not None:
             return 0.0
         units = self._epoch_units(progress["epoch"])
@@ -211,11 +212,11 @@ class Stream(IterableDataset[Batch]):
         return (progress["epoch"] + (read / sum(sizes) if sum(sizes) else 1.0)) / self.epochs
 
     def restart(self, state: Mapping[str, Any]) -> None:
-        """Iteration begins behind the batch that ``state`` is of."""
+        """Begin the next iteration after the batch that has this state."""
         if WORKER in state:
             number, count = state[WORKER]
             raise DataError(
-                f"the state of a stream is that of worker {number} of {count} alone; take those of the batches of "
+                f"the state is only that of worker {number} of {count}; use the states of the batches of "
                 "stream.through(loader)"
             )
         if WORKERS in state:
@@ -224,18 +225,18 @@ class Stream(IterableDataset[Batch]):
         state = {**LATER, **state}
         missing = sorted(self.first.keys() - state.keys())
         if missing:
-            raise DataError(f"the state of a stream lacks {', '.join(missing)}")
+            raise DataError(f"the state of a stream must have {', '.join(missing)}; they are missing")
         lane = self._lane(state)
         if not 0 <= lane.unit <= max(1, len(lane.chosen(len(self._units)))):
-            raise DataError(f"the state of a stream is at unit {lane.unit}, but there are fewer")
+            raise DataError(f"the state of a stream is at unit {lane.unit}, but there are fewer units")
         self.state = {name: state[name] for name in self.first}
 
     def dealt(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The state from which this rank continues, where ``states`` are those of all ranks of a run, by rank.
+        """The state from which this rank continues, given the ``states`` of all ranks of a run, by rank.
 
-        Where that run had as many ranks it is this rank's own state. Else what is left of the epoch is dealt out to the
-        ranks that there are now, so that each of its samples is read once. Ranks need not talk to each other: all must
-        give the same states, of the same step. States of workers are dealt out when the workers are there.
+        If that run had the same number of ranks, this is the rank's own state. Otherwise the rest of the epoch is dealt
+        to the current ranks, so that each of its samples is read once. Ranks do not communicate: all must pass the same
+        states, from the same step. States of workers are dealt out once the workers have started.
         """
         if any(WORKERS in state for state in states):
             return of_all_ranks(states, self.first)
@@ -256,13 +257,13 @@ class Stream(IterableDataset[Batch]):
 
         sizes = {epoch: [unit.size for unit in self._epoch_units(epoch)] for epoch in {lane.epoch for lane in lanes}}
         whole = self._whole(last, self.rank, self.world)
-        nothing = replace(whole, unit=len(whole.chosen(len(self._units))), window=1)  # others had this rank's
-        first, *rest = deal(lanes, self.world, sizes.__getitem__, read)[self.rank] or [nothing]
+        empty = replace(whole, unit=len(whole.chosen(len(self._units))), window=1)  # others read this rank's share
+        first, *rest = deal(lanes, self.world, sizes.__getitem__, read)[self.rank] or [empty]
         totals = {name: sum(state[name] for state in each) if self.rank == 0 else 0 for name in ("rows", "bad")}
         return {**each[0], **totals, **self._json(first), "lanes": [self._json(lane, named=True) for lane in rest]}
 
     def _whole(self, epoch: int, rank: int, world: int) -> Lane:
-        """What a rank reads of an epoch that it begins."""
+        """Make the lane of a rank's complete share of an epoch."""
         return Lane(epoch=epoch, world=world, rank=rank, striped=_uneven(self._units, world))
 
     def _lane(self, state: Mapping[str, Any], rank: int | None = None, world: int | None = None) -> Lane:
@@ -272,12 +273,12 @@ class Stream(IterableDataset[Batch]):
         return lane_of(rule, state)
 
     def _json(self, lane: Lane, *, named: bool = False) -> dict[str, Any]:
-        """A lane as a part of a state."""
+        """Convert a lane to JSON values for a state."""
         own = lane.rule() == self._whole(0, self.rank, self.world).rule()
         return {name: getattr(lane, name) for name in PLACE} | {"lane": None if own and not named else lane.rule()}
 
     def _next_lane(self, progress: dict[str, Any]) -> None:
-        """The next of the lanes that others began, or the next epoch."""
+        """Move to the next lane that other ranks began, or to the next epoch."""
         if progress["lanes"]:
             progress.update(progress["lanes"][0], lanes=progress["lanes"][1:])
             return
@@ -286,10 +287,10 @@ class Stream(IterableDataset[Batch]):
             epoch=progress["epoch"] + 1, unit=0, cursor=None, stripe=0, window=0, batch=0, end=None, lane=None
         )
         if progress["epoch"] < self.epochs and not found:
-            progress["epoch"] = self.epochs  # nothing in the files of this rank, and nothing will come
+            progress["epoch"] = self.epochs  # this rank's files are empty, so all further epochs are, too
 
     def _fill(self, progress: dict[str, Any], lane: Lane, place: _Place) -> Samples | None:
-        """The next window; None when the lane has ended."""
+        """Read the next window; None at the end of the lane."""
         units = self._epoch_units(progress["epoch"])
         mine = lane.chosen(len(units))
         parts: list[Samples] = []
@@ -338,7 +339,7 @@ class Stream(IterableDataset[Batch]):
 
 
 def expand(files: Sequence[str]) -> list[str]:
-    """Paths and patterns to existing files, in sorted order, each once."""
+    """Expand paths and patterns to existing files, sorted and without duplicates."""
     found: list[str] = []
     for pattern in files:
         paths = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
@@ -353,13 +354,13 @@ def expand(files: Sequence[str]) -> list[str]:
 
 
 def _uneven(units: Sequence[Unit], world: int) -> bool:
-    """Whether sharing out units would leave some rank with much more than others."""
+    """Whether dividing by units would leave some rank with much more than others."""
     shares = [sum(unit.size for unit in units[rank::world]) for rank in range(world)]
     return max(shares) > _UNEVEN * sum(shares) / world
 
 
 def _read_of(units: Sequence[Unit], cursor: Mapping[str, Any] | None) -> float:
-    """How much of the first of these units a cursor has read."""
+    """Return how much of the first of these units ``cursor`` has read."""
     if not units or cursor is None:
         return 0.0
     at = cursor["offset"] - units[0].begin if "offset" in cursor else cursor.get("row", 0)
@@ -367,7 +368,7 @@ def _read_of(units: Sequence[Unit], cursor: Mapping[str, Any] | None) -> float:
 
 
 def _exactly(cursor: Cursor, rows: int) -> list[Samples]:
-    """``rows`` samples in parts, or those that are left."""
+    """Read ``rows`` samples, in parts, or as many as are left."""
     parts: list[Samples] = []
     while rows > 0:
         part = cursor.read(rows)

@@ -34,10 +34,10 @@ class TextFormat:
 
     Args:
         columns: the names of the columns in order; None reads them from each file's first line.
-        quote: what encloses cells that hold delimiters or newlines; empty for none, which lets ranks share one file.
-        separator: what separates the values of a sparse cell; empty where a cell is one value.
-        max_line_bytes: a longer line is a bad row, whatever it holds.
-        part_bytes: ranks share out pieces of this size.
+        quote: encloses cells that contain delimiters or newlines; if empty, ranks can divide a single file.
+        separator: separates the values of a sparse cell; empty if a cell is one value.
+        max_line_bytes: a longer line is a bad row.
+        part_bytes: the size of the pieces that are divided over ranks.
         threads: parse on all threads of the native pool; for reading that does not happen during training.
     """
 
@@ -74,7 +74,7 @@ class TextFormat:
             return []
         refuse_other_kinds(path, "lines of text")
         if self.columns is None:
-            self.parser(self.header(path)[0], path)  # a column that is not there is told before the run begins
+            self.parser(self.header(path)[0], path)  # report a missing column before the run begins
         if is_gzip(path) or self.quote or size <= self.part_bytes:
             return [Unit(path=path, size=size)]
         return [
@@ -89,14 +89,14 @@ class TextFormat:
         return TextCursor(self, self.parser(columns, unit.path), unit, state, bad)
 
     def header(self, path: str) -> tuple[list[str], int]:
-        """The names in a file's first line, and its length in bytes."""
+        """Return the names in a file's first line, and its length in bytes."""
         with open_error(path), open_bytes(path) as file:
             try:
                 line = file.readline(self.max_line_bytes)
             except DAMAGED:
                 line = b""
         if b"\0" in line:
-            raise ConfigError(f"{path}: its first line is not text; is [data] format right?")
+            raise ConfigError(f"{path}: its first line is not text; check [data] format")
         text = line.decode("utf-8-sig", "replace").rstrip("\r\n")
         try:
             names = next(csv.reader([text], delimiter=self.delimiter, quotechar=self.quote or None), []) if text else []
@@ -105,7 +105,7 @@ class TextFormat:
         return names, len(line)
 
     def parser(self, columns: Sequence[str], where: str) -> _core.TextParser:
-        """The native parser of lines with these columns."""
+        """Make the native parser for lines with these columns."""
         schema = self.schema
         uses: dict[str, list[tuple[int, int]]] = {name: [] for name in schema.raw_columns()}
         missing = [name for name in uses if name not in columns]
@@ -149,7 +149,7 @@ class TextCursor(LineCursor):
             self._seek(int(state["offset"]))
             self._lines = int(state["lines"])
         elif unit.begin:
-            self._seek(unit.begin - 1)  # the line that runs over the border belongs to the unit before
+            self._seek(unit.begin - 1)  # a line that crosses the border belongs to the previous unit
             self._skip_line()
         elif form.columns is None:
             self._seek(form.header(unit.path)[1])
@@ -188,12 +188,12 @@ class TextCursor(LineCursor):
             return b""
 
     def _refill(self) -> None:
-        """More text behind what is left; a line without an end is dropped."""
+        """Append more text to the unread rest; skip a line that is too long."""
         rest = self._buffer[self._at :]
         more = self._more()
         self._final = not more
         if self._damaged:
-            rest = b""  # the line that was cut is dropped
+            rest = b""  # drop the truncated line
         self._buffer, self._at = rest + more, 0
         if len(rest) > self._form.max_line_bytes and b"\n" not in self._buffer:
             limit = self._form.max_line_bytes
@@ -202,7 +202,7 @@ class TextCursor(LineCursor):
             self._lines += 1
 
     def _skip_line(self) -> None:
-        """To behind the next newline."""
+        """Skip to the byte after the next newline."""
         while True:
             cut = self._buffer.find(b"\n", self._at)
             if cut >= 0:
@@ -216,7 +216,7 @@ class TextCursor(LineCursor):
                 return
 
     def _seek(self, offset: int) -> None:
-        """Gzip is unpacked up to there, which is as quick as reading that much again."""
+        """Seek to a byte. Gzip is decompressed up to there, which costs as much as reading it."""
         self._offset = offset
         try:
             self._file.seek(offset)

@@ -1,4 +1,4 @@
-"""What a gather raises, and whose fault a skipped peer is."""
+"""The exceptions of a gather, and the reasons for skipping a peer with who is at fault."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,7 +6,7 @@ from shoal.errors import DistributedError
 
 
 class GatherError(DistributedError):
-    """Base of every error of a gather."""
+    """Base class of all errors of a gather."""
 
 
 class PayloadRejected(GatherError):
@@ -19,7 +19,7 @@ class PayloadRejected(GatherError):
 
 
 class StoreError(GatherError):
-    """A store could not answer. ``permanent`` means that asking again is useless (no rights, no bucket)."""
+    """A store could not answer. ``permanent`` means that a retry is useless (no permission, no bucket)."""
 
     def __init__(self, message: str = "", *, permanent: bool = False) -> None:
         super().__init__(message)
@@ -27,15 +27,15 @@ class StoreError(GatherError):
 
 
 class ObjectChanged(StoreError):
-    """The object was replaced between two reads; a reader starts over once."""
+    """The object was replaced between two reads; a reader starts again once."""
 
 
 class PlanMismatch(GatherError):
-    """Ranks, reports or files speak of different windows, versions or gradient specs."""
+    """Ranks, reports or files have different windows, versions or gradient specs."""
 
 
 class GatherDivergence(GatherError):
-    """Ranks computed different results from the same reports; nothing may be applied."""
+    """Ranks computed different results from the same reports; nothing must be applied."""
 
 
 class RankFailure(GatherError):
@@ -44,13 +44,13 @@ class RankFailure(GatherError):
     def __init__(self, ranks: Iterable[int] = (), detail: str = "") -> None:
         self.ranks = sorted(ranks)
         names = ", ".join(map(str, self.ranks)) or "unknown"
-        super().__init__(f"rank(s) {names} did not take part in the gather{': ' + detail if detail else ''}")
+        super().__init__(f"rank(s) {names} did not answer in the gather{': ' + detail if detail else ''}")
 
 
 class PayloadsUnreadable(GatherError):
-    """Ranks cannot read payloads that they had accepted, or those are no longer what was accepted.
+    """Ranks cannot read payloads that they had accepted, or these have changed.
 
-    ``unready`` says which ranks and why; the error is the same on all of them, and nothing was applied.
+    ``unready`` maps these ranks to the reason; the error is the same on all ranks, and nothing was applied.
     """
 
     def __init__(self, unready: Mapping[int, str]) -> None:
@@ -59,7 +59,7 @@ class PayloadsUnreadable(GatherError):
 
 
 class UpdateInterrupted(GatherError):
-    """The outer update stopped half way; restore a snapshot. ``applied_params`` were already stepped."""
+    """The outer update stopped midway; restore a snapshot. ``applied_params`` were already stepped."""
 
     def __init__(self, applied_params: Iterable[str] = (), detail: str = "") -> None:
         self.applied_params = list(applied_params)
@@ -70,7 +70,7 @@ class UpdateInterrupted(GatherError):
 
 
 class AlreadyApplied(GatherError):
-    """The ledger says that this window, or a later one, was applied before."""
+    """According to the ledger, this window or a later one was applied before."""
 
 
 class BudgetTooSmall(GatherError, ValueError):
@@ -78,7 +78,7 @@ class BudgetTooSmall(GatherError, ValueError):
 
     def __init__(self, needed: int, detail: str = "") -> None:
         self.needed = int(needed)
-        super().__init__(f"budget_bytes is too small{': ' + detail if detail else ''}; give at least {self.needed}")
+        super().__init__(f"budget_bytes is too small{': ' + detail if detail else ''}; use at least {self.needed}")
 
 
 _PEER = frozenset(
@@ -116,11 +116,11 @@ FAULT_ORDER = ("peer", "unknown", "local")  # a UID with several reasons keeps t
 
 
 def fault(reason: str) -> str:
-    """Whose fault a skip is: ``"peer"``, ``"unknown"`` (never seen) or ``"local"`` (leave it out of a peer's score)."""
+    """Return who caused a skip: ``"peer"``, ``"unknown"`` (never seen) or ``"local"`` (exclude it from peer scores)."""
     if reason in _PEER:
         return "peer"
     if reason in _UNKNOWN:
         return "unknown"
     if reason in _LOCAL:
         return "local"
-    raise ValueError(f"there is no skip reason {reason!r}; the reasons are {', '.join(sorted(REASONS))}")
+    raise ValueError(f"reason must be one of {', '.join(sorted(REASONS))}, got {reason!r}")

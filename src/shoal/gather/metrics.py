@@ -1,4 +1,4 @@
-"""Norms and quality numbers of a gather, and where numbers go: a sink of (name, value, step), by default the log."""
+"""Norms and quality metrics of a gather, and their sink: a function of (name, value, step), by default the log."""
 
 import logging
 from collections import Counter
@@ -21,14 +21,14 @@ Sink = Callable[[str, float, int], None]
 
 
 def log_sink(name: str, value: float, step: int) -> None:
-    """The default sink."""
+    """Write a metric to the log; the default sink."""
     log.info("%s=%s step=%d", name, value, step)
 
 
 def param_norms(source: Source, *, spec: GradientSpec, per_uid: bool = False) -> Any:
     """``{N + "vals": lower median norm over the peers}``, float32; with ``per_uid`` also ``{uid: {N + "vals": norm}}``.
 
-    Uses only the norms of the reports, so any rank's result will do. Empty sources give empty answers.
+    Uses only the norms in the reports, so it accepts any rank's result. Empty sources give empty results.
     """
     manifest = merge(source).manifest
     medians: dict[str, Tensor] = {}
@@ -36,7 +36,8 @@ def param_norms(source: Source, *, spec: GradientSpec, per_uid: bool = False) ->
     if manifest.uids:
         if manifest.norms.shape[1] != len(spec.params):
             raise ConfigError(
-                f"param_norms: the source has norms of {manifest.norms.shape[1]} parameters, not the spec's"
+                f"param_norms: the source must have norms of the spec's {len(spec.params)} parameters, got "
+                f"{manifest.norms.shape[1]}"
             )
         for index, param in enumerate(spec.params):
             medians[param.name + "vals"] = clip_factors(manifest.norms[:, index])[0]
@@ -56,7 +57,7 @@ def _mean(scores: Mapping[int, float] | None, uids: Iterable[int]) -> float:
 
 
 def quality_metrics(source: Source, plan: GatherPlan, scores: Mapping[int, float] | None = None) -> dict[str, Any]:
-    """How well the gather went: rates, counts by reason, and the mean scores of who was meant and who came."""
+    """Return success rates, counts by reason, and the mean scores of the intended and the accepted peers."""
     manifest = merge(source).manifest
     intended, skipped = set(plan.intended), set(manifest.skipped_uids)
     return {
@@ -83,7 +84,7 @@ def emit(
     update: UpdateReport | None = None,
     scores: Mapping[int, float] | None = None,
 ) -> None:
-    """Sends a window's numbers to a sink, under their fixed names."""
+    """Send a window's metrics to a sink, under their fixed names."""
     sink = sink or log_sink
     quality = quality_metrics(result, plan, scores)
     values: dict[str, float] = {

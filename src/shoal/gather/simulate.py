@@ -27,7 +27,7 @@ FAULTS = ("absent", "late", "truncated", "poisoned", "index")
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What to simulate. ``faults`` is the share of peers that are absent, late, truncated, poisoned or out of range."""
+    """A simulation. ``faults`` is the share of peers that are absent, late, truncated, poisoned or out of range."""
 
     peers: int = 16
     rows: int = 1024
@@ -48,7 +48,7 @@ class Scenario:
 
 @dataclass
 class Measured:
-    """One run: what came of it, and the slowest rank's seconds by phase."""
+    """The results of one run, and the slowest rank's seconds by phase."""
 
     world: int
     peers: int
@@ -63,7 +63,7 @@ def model_of(scenario: Scenario) -> torch.nn.Module:
 
 
 def store_of(scenario: Scenario, spec: GradientSpec) -> MemoryStore:
-    """Every peer's object; peer 0 is honest and the last ``copycats`` honest ones send what it sent, later."""
+    """A store with every peer's object; peer 0 is honest, and the last ``copycats`` honest ones copy it later."""
     rng = random.Random(scenario.seed)
     broken = rng.sample(range(1, scenario.peers), min(scenario.peers - 1, round(scenario.faults * scenario.peers)))
     fault_of = {uid: FAULTS[i % len(FAULTS)] for i, uid in enumerate(sorted(broken))}
@@ -131,9 +131,9 @@ def _rank(rank: int, world: int, folder: str, scenario: Scenario, out: Any) -> N
 
 
 def run(scenario: Scenario, world: int, *, timeout_s: float = 300.0) -> Measured:
-    """One window on ``world`` processes of this machine."""
+    """Run one window on ``world`` processes of this machine."""
     if world < 1:
-        raise ConfigError(f"simulate: a world must have at least 1 rank, got {world}")
+        raise ConfigError(f"simulate: world must be at least 1, got {world}")
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="shoal-simulate-") as folder:
         out = context.Queue()
@@ -146,7 +146,7 @@ def run(scenario: Scenario, world: int, *, timeout_s: float = 300.0) -> Measured
         try:
             rows = [out.get(timeout=timeout_s) for _ in range(world)]
         except queue.Empty:
-            raise DeadlineError(f"simulate: {world} ranks did not end in {timeout_s:.0f} s") from None
+            raise DeadlineError(f"simulate: {world} ranks did not finish in {timeout_s:.0f} s") from None
         finally:
             for process in processes:
                 process.join(5)
@@ -160,8 +160,8 @@ def run(scenario: Scenario, world: int, *, timeout_s: float = 300.0) -> Measured
 
 
 def project(measured: Measured, scenario: Scenario, peers: int, world: int) -> dict[str, float]:
-    """Seconds and bytes for another size, from one run's costs per peer. Assumes what the design promises: fetches and
-    validations split over ranks, every rank adds up every peer, and the update's memory does not depend on either."""
+    """Project seconds and bytes for another size from one run's costs per peer. Assumes that fetches and validations
+    are split over ranks, that every rank sums all peers, and that the update's memory depends on neither."""
     accepted = max(1, measured.summary["accepted"])
     own = accepted / measured.world
     share = math.ceil(peers / world)

@@ -1,4 +1,4 @@
-"""Data- and pipeline-parallel training pieces."""
+"""Data- and pipeline-parallel training."""
 
 from shoal.lazy import exports
 

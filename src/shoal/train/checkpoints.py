@@ -1,4 +1,4 @@
-"""`Checkpoints`: a training loop of your own that survives its ranks, and resumes with more or fewer of them."""
+"""`Checkpoints`: save and resume your own training loop, also with another number of ranks."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """Where a run continues."""
+    """The checkpoint from which a run was resumed."""
 
     step: int
     path: str
     """The checkpoint's folder."""
     world: int
-    """The ranks that wrote it."""
+    """The number of ranks that wrote it."""
     values: dict[str, Any] = field(default_factory=dict)
-    """What was given to `Checkpoints.save`."""
+    """The ``values`` passed to `Checkpoints.save`."""
 
 
 class Checkpoints:
-    """Checkpoints of model, optimizer, tables and positions in a folder that all ranks reach. All ranks call together.
+    """Saves model, optimizer, tables and positions in a folder that all ranks can access.
 
-    Rows of tables in this process and over ranks are saved with the model; those on parameter servers are the servers'.
-    A checkpoint is there when it is whole, and has a digest of every file. On another number of ranks the rows, and
-    what each rank had not read yet, are shared out anew.
+    All ranks must make every call together. Rows in this process and over ranks are saved with the model; parameter
+    servers save their own rows. A checkpoint appears once it is complete, and has a digest of every file. If the number
+    of ranks has changed, rows and unread data are redistributed.
 
     Args:
-        folder: made if it is not there.
-        model: its modules' tables are found. Give the model itself, not one wrapped for data parallelism.
-        optimizer: that of the dense parameters.
-        stream: what the ranks read (`shoal.data.Stream`); None: you keep positions yourself, in ``values``.
-        ranks: `shoal.comm.start_ranks`'s; those of the default process group unless given.
-        keep: how many checkpoints stay.
+        folder: created if it does not exist.
+        model: includes the tables of its modules. Pass the model itself, not one wrapped for data parallelism.
+        optimizer: the optimizer of the dense parameters.
+        stream: the stream that the ranks read (`shoal.data.Stream`). With None, keep positions yourself, in ``values``.
+        ranks: the result of `shoal.comm.start_ranks`; by default, the ranks of the default process group.
+        keep: number of checkpoints to keep.
 
     Example:
         >>> import tempfile, torch
@@ -94,27 +94,25 @@ class Checkpoints:
         self._keepers = [keeper for keeper in found.values() if isinstance(keeper.table, HashTable | AllToAllHashTable)]
         names = [keeper.name for keeper in self._keepers]
         if len(set(names)) < len(names):
-            raise ConfigError(f"Checkpoints: tables must have names of their own, got {', '.join(sorted(names))}")
+            raise ConfigError(f"Checkpoints: tables must have different names, got {', '.join(sorted(names))}")
         self.ranks.together(lambda: os.makedirs(self.folder, exist_ok=True))
 
     def save(
         self, step: int, state: Mapping[str, Any] | None = None, *, values: Mapping[str, Any] | None = None
     ) -> str:
-        """Writes a checkpoint and returns its folder; older ones than the newest ``keep`` are removed.
+        """Write a checkpoint, return its folder, and remove all but the newest ``keep`` checkpoints.
 
         Args:
-            step: its number; the same on all ranks.
-            state: that of the last `shoal.data.Batch` that this rank has learnt from (``batch.state``); None before the
-                first one.
-            values: JSON values to find again, the same on all ranks.
+            step: the number of the step, the same on all ranks.
+            state: the state of the last `shoal.data.Batch` that this rank has trained on (``batch.state``); None before
+                the first batch.
+            values: JSON values that `resume` returns, the same on all ranks.
 
         Raises:
-            OSError: a rank could not write; all ranks raise, and older checkpoints are as they were.
+            OSError: a rank could not write; all ranks raise, and older checkpoints are unchanged.
         """
         if self._stream is None and state is not None:
-            raise ConfigError(
-                "Checkpoints.save: a state needs the stream that it is of; give it to Checkpoints(stream=)"
-            )
+            raise ConfigError("Checkpoints.save: state needs a stream; pass the stream to Checkpoints(stream=)")
         reader = dict(state if state is not None else self._stream.state if self._stream is not None else {})
         steps = {keeper.name: keeper.global_step for keeper in self._keepers}
         snapshot = self._snapshot(step, reader)
@@ -130,11 +128,11 @@ class Checkpoints:
         return target
 
     def resume(self) -> Resumed | None:
-        """Loads the newest whole checkpoint, and has the stream begin behind it; None if there is no checkpoint.
+        """Load the newest complete checkpoint and move the stream to its position; None if there is no checkpoint.
 
         Raises:
-            DataError: there are checkpoints, and all are damaged.
-            ConfigError: the checkpoint is of another model or other tables.
+            DataError: all checkpoints are damaged.
+            ConfigError: the checkpoint was written for another model or other tables.
         """
         return self._series.load_newest(self._load, log.warning)
 
@@ -157,7 +155,7 @@ class Checkpoints:
             self._stream.restart(snapshot.reader)
         if content["world"] != self.ranks.world_size:
             log.warning(
-                "%s was written by %d rank(s) and there are %d: rows and positions are shared out anew",
+                "%s was written by %d rank(s), now there are %d; redistributing rows and positions",
                 found.path, content["world"], self.ranks.world_size,
             )  # fmt: skip
         return Resumed(step=snapshot.step, path=found.path, world=content["world"], values=content["values"])
@@ -182,7 +180,7 @@ class _Dense:
             name for name, tensor in given.items() if name not in wrong and tensor.shape != self._tensors[name].shape
         ]
         if wrong:
-            raise RuntimeError(f"it has other tensors: {', '.join(wrong[:5])}")
+            raise RuntimeError(f"these tensors differ: {', '.join(wrong[:5])}")
         with torch.no_grad():
             for name, tensor in given.items():
                 self._tensors[name].copy_(tensor)
@@ -193,7 +191,7 @@ def _spread(table: Any) -> bool:
 
 
 def _rows(table: Any) -> HashTable:
-    """The rows that this rank saves."""
+    """The table of the rows that this rank saves."""
     if _spread(table):
         return table.own_rows()
     return table.table if isinstance(table, AllToAllHashTable) else table

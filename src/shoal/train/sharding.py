@@ -1,4 +1,4 @@
-"""Dense tensors cut over ranks: two layouts, their sizes, and modules sharded by FSDP2."""
+"""Shard dense tensors over ranks in two layouts, and modules by FSDP2."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ def shard_sizes(n: int, parts: int, layout: str = "balanced") -> list[int]:
     """Sizes of ``parts`` shards of ``n`` rows.
 
     ``balanced``: sizes differ by at most one, larger first. ``dtensor``: ceil-chunks, as DTensor and FSDP2 place them;
-    trailing parts may be empty. Shards of one layout must never be fed to the other; record which one was used.
+    trailing parts can be empty. The layouts differ, so record with saved shards which one was used.
 
     Example:
         >>> shard_sizes(10, 4), shard_sizes(10, 4, "dtensor")
@@ -40,7 +40,7 @@ def shard_tensor(tensor: Tensor, num_shards: int, dim: int = 0, layout: str = "b
         raise ConfigError(f"shard_tensor: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if tensor.ndim == 0:
         if num_shards > 1:
-            raise ShapeError(f"shard_tensor: a 0-d tensor cannot be cut into {num_shards} shards")
+            raise ShapeError(f"shard_tensor: num_shards must be 1 for a 0-d tensor, got {num_shards}")
         return [tensor.clone()]
     dim = _dim(dim, tensor.ndim, "shard_tensor")
     size = tensor.shape[dim]
@@ -64,12 +64,13 @@ def gather_shards(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
         others = [n for d, n in enumerate(shard.shape) if d != dim]
         if shard.ndim != first.ndim or others != [n for d, n in enumerate(first.shape) if d != dim]:
             raise ShapeError(
-                f"gather_shards: shard {i} has shape {tuple(shard.shape)}, shard 0 has {tuple(first.shape)}; they may "
-                f"differ only in dim {dim}"
+                f"gather_shards: shards must have the same shape except in dim {dim}, but shard {i} has "
+                f"{tuple(shard.shape)} and shard 0 has {tuple(first.shape)}"
             )
         if (shard.dtype, shard.device) != (first.dtype, first.device):
             raise ShapeError(
-                f"gather_shards: shard {i} is {shard.dtype} on {shard.device}, shard 0 {first.dtype} on {first.device}"
+                f"gather_shards: shards must have one dtype and device, but shard {i} is {shard.dtype} on "
+                f"{shard.device} and shard 0 is {first.dtype} on {first.device}"
             )
     return torch.cat(list(shards), dim)
 
@@ -88,11 +89,11 @@ def shard_module(
     reshard_after_forward: bool = True,
     mixed_precision: Any = None,
 ) -> nn.Module:
-    """FSDP2 over ``mesh``: each rank keeps its shard, parameters are gathered before use, gradients reduce-scattered.
+    """Shard ``module`` over ``mesh`` by FSDP2: parameters are gathered before use, gradients reduce-scattered.
 
     Args:
-        policy: ``policy(name, submodule)`` chooses what is gathered as one unit; by default each child of an
-            ``nn.ModuleList`` or ``nn.Sequential``. Units are made bottom-up and the root, always one, takes the rest.
+        policy: ``policy(name, submodule)`` returns True for submodules that are gathered as one unit; by default each
+            child of an ``nn.ModuleList`` or ``nn.Sequential``. All other parameters form one more unit, the root.
         mixed_precision: torch's ``MixedPrecisionPolicy``, or None.
 
     Returns:
@@ -120,12 +121,12 @@ def shard_module(
 
 
 def local_shard(param: Tensor) -> Tensor:
-    """This rank's part of a sharded parameter; a plain tensor is returned as it is."""
+    """This rank's part of a sharded parameter; a plain tensor is returned unchanged."""
     to_local = getattr(param, "to_local", None)
     return to_local() if to_local is not None else param
 
 
 def full_tensor(param: Tensor) -> Tensor:
-    """The whole of a sharded parameter, gathered on every rank (a collective); a plain tensor is returned as it is."""
+    """The complete tensor of a sharded parameter, gathered on every rank (a collective), or a plain tensor."""
     gather = getattr(param, "full_tensor", None)
     return gather() if gather is not None else param

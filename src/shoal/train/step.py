@@ -12,13 +12,13 @@ from shoal.comm.launch.config import DistributedConfig
 from shoal.errors import AggregationError, ConfigError, StepAborted, TransportError
 from shoal.train.aggregation.aggregate import GradientAggregator
 
-OK, FAILED, ENDED = 0, 1, 2  # what ranks tell each other
+OK, FAILED, ENDED = 0, 1, 2  # flags that ranks exchange
 _END = object()
 
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """The arithmetic mean of this rank's batch losses, and how many steps were taken."""
+    """The arithmetic mean of this rank's batch losses, and the number of steps."""
 
     mean_loss: float
     steps: int
@@ -37,7 +37,7 @@ class DataParallelConfig:
 
 
 def _share(aggregator: Any, kind: str, value: Any) -> list[Any]:
-    """Every rank's ``value``; an aggregator that only has ``aggregate`` is on its own."""
+    """Every rank's ``value``; an aggregator that only has ``aggregate`` counts as a single rank."""
     share = getattr(aggregator, f"share_{kind}", None)
     return share(value) if share is not None else [value]
 
@@ -51,15 +51,15 @@ def distributed_train_step(
     nonfinite: str = "apply",
     reduce_loss: bool = False,
 ) -> float:
-    """Computes, aggregates, applies; returns this rank's loss (``reduce_loss``: the mean over ranks).
+    """Compute, aggregate and apply gradients; return this rank's loss, or with ``reduce_loss`` the mean over ranks.
 
     Args:
-        compute_gradients_fn: gives ``(loss, gradients)``.
+        compute_gradients_fn: returns ``(loss, gradients)``.
         apply_gradients_fn: called at most once, after all ranks have their aggregate.
-        agree: ranks exchange an ok flag before they aggregate, and again before they apply. Where something raised,
-            that exception comes out; on the other ranks ``StepAborted`` names the failed ones; nobody applies.
-        nonfinite: ``apply`` NaN and infinity like any value; ``skip`` the application on all ranks; ``raise``
-            ``AggregationError`` on all. Every rank holds the same aggregate, so they need no vote.
+        agree: ranks exchange an ok flag before they aggregate, and again before they apply. If a rank fails, it raises
+            its own exception, the others raise ``StepAborted`` with the failed ranks, and no rank applies.
+        nonfinite: on NaN or infinity in the aggregate, ``apply`` it anyway, ``skip`` the step on all ranks, or
+            ``raise`` an ``AggregationError`` on all. All ranks have the same aggregate, so they decide alike.
     """
     if nonfinite not in ("apply", "skip", "raise"):
         raise ConfigError(f"distributed_train_step: nonfinite must be 'apply', 'skip' or 'raise', got {nonfinite!r}")
@@ -74,7 +74,7 @@ def distributed_train_step(
         _raise_if_failed(_share(aggregator, "int", OK))
     try:
         aggregate = aggregator.aggregate(gradients)
-    except TransportError:  # there is nobody left to tell
+    except TransportError:  # the flags could not be exchanged either
         raise
     except BaseException:
         if agree:
@@ -87,7 +87,7 @@ def distributed_train_step(
         apply_gradients_fn(aggregate)
     elif nonfinite == "raise":
         bad = [i for i, g in enumerate(aggregate) if not bool(torch.isfinite(g).all())]
-        raise AggregationError(f"the aggregated gradients {bad[:8]} hold NaN or infinity; no rank applied this step")
+        raise AggregationError(f"aggregated gradients {bad[:8]} contain NaN or infinity; no rank applied this step")
     if reduce_loss:
         losses = _share(aggregator, "float", loss)
         loss = sum(losses) / len(losses)
@@ -95,7 +95,7 @@ def distributed_train_step(
 
 
 def _report(aggregator: Any, flag: int) -> None:
-    """Tells the others; whatever that meets, this rank's own exception is what its user must see."""
+    """Send ``flag`` to the others; errors are suppressed, because this rank's own exception is about to be raised."""
     with contextlib.suppress(Exception):
         _share(aggregator, "int", flag)
 
@@ -115,14 +115,15 @@ def train_epoch_distributed(
     *,
     on_uneven: str = "stop",
 ) -> EpochMetrics:
-    """Per batch: ``step_fn(batch)`` (forward and backward, returns the loss), aggregate, ``optimizer.step()``, zero.
+    """Train one epoch: per batch call ``step_fn``, aggregate the gradients, step the optimizer and clear gradients.
 
     Args:
         params: all parameters to aggregate; one without a gradient counts as zeros.
-        on_uneven: when a rank runs out of batches, ``stop`` ends the epoch on all, ``error`` is an
+        step_fn: runs forward and backward for a batch and returns the loss.
+        on_uneven: when a rank runs out of batches, ``stop`` ends the epoch on all ranks, ``error`` raises
             ``AggregationError`` on all.
 
-    ``batches`` or a ``step_fn`` that raise end the epoch on all ranks, as in ``distributed_train_step``.
+    An exception from ``batches`` or ``step_fn`` ends the epoch on all ranks, as in ``distributed_train_step``.
     """
     if on_uneven not in ("stop", "error"):
         raise ConfigError(f"train_epoch_distributed: on_uneven must be 'stop' or 'error', got {on_uneven!r}")
@@ -140,7 +141,10 @@ def train_epoch_distributed(
         if any(flags):
             if on_uneven == "error" and not all(flags):
                 out = [rank for rank, flag in enumerate(flags) if flag]
-                raise AggregationError(f"rank(s) {out} ran out of batches after {len(losses)} steps, others did not")
+                raise AggregationError(
+                    f"all ranks must have the same number of batches, but ranks {out} ran out after {len(losses)}; "
+                    "pass on_uneven='stop' to end the epoch there"
+                )
             break
 
         def compute(batch: Any = batch) -> tuple[Any, list[Tensor]]:
@@ -149,9 +153,7 @@ def train_epoch_distributed(
 
         losses.append(distributed_train_step(compute, lambda grads: _apply(params, grads, optimizer), aggregator))
     if not losses:
-        raise ConfigError(
-            "train_epoch_distributed: there is no batch, so there is no loss; give at least one to each rank"
-        )
+        raise ConfigError("train_epoch_distributed: every rank must have at least one batch, got none")
     return EpochMetrics(sum(losses) / len(losses), len(losses))
 
 

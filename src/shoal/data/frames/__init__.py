@@ -1,1 +1,1 @@
-"""Samples of frames in memory and of datasets: Polars, pandas, Arrow and Hugging Face."""
+"""Samples from data frames in memory and from datasets: Polars, pandas, Arrow and Hugging Face."""

@@ -1,4 +1,4 @@
-"""`stream_frames`: a `Stream` over frames and datasets in place of files."""
+"""`stream_frames`: a `Stream` over data frames and datasets instead of files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PART_ROWS = 1 << 16
 def stream_frames(
     frames: Any, schema: Schema, *, batch_size: int, lists: bool = False, part_rows: int = PART_ROWS, **options: Any
 ) -> Stream:
-    """A `Stream` over a frame or several: Polars, pandas, Arrow tables, Hugging Face datasets.
+    """Make a `Stream` over one or several frames: Polars, pandas, Arrow tables, Hugging Face datasets.
 
     >>> import pyarrow
     >>> from shoal.data import Schema, stream_frames
@@ -28,22 +28,22 @@ def stream_frames(
     >>> [len(batch) for batch in stream_frames(frame, Schema(label="click", sparse=("user",)), batch_size=2)]
     [2, 1]
 
-    Columns are read as those of Parquet files are: numbers, booleans, texts, categories, and lists of ids. Polars
-    frames become Arrow tables here, the columns of the schema alone, and a LazyFrame is collected; other rows are
-    converted when they are read. An `IterableDataset` is read shard by shard, and a stream that is resumed in the
-    middle of one passes over what was read of it.
+    Columns are read like those of Parquet files: numbers, booleans, texts, categories, and lists of ids. Polars frames
+    are converted to Arrow tables by this call (a LazyFrame is collected), with only the columns of the schema; other
+    frames are converted as they are read. An `IterableDataset` is read shard by shard; resuming in the middle of a
+    shard skips over the rows that were read.
 
     Args:
         frames: a frame, or a list of them.
-        lists: sparse columns hold lists of ids; plain ones then count as lists of one.
-        part_rows: rows that one rank or worker reads at a time, which are shuffled as a whole and within windows.
-        options: of `Stream`: ``shuffle_rows``, ``seed``, ``epochs``, ``rank``, ``world``, ``on_bad``.
+        lists: sparse columns hold lists of ids; a plain value counts as a list of one.
+        part_rows: rows that one rank or worker reads at a time. Parts are shuffled, and rows within windows.
+        options: options of `Stream`: ``shuffle_rows``, ``seed``, ``epochs``, ``rank``, ``world``, ``on_bad``.
     """
     if part_rows < 1:
         raise ConfigError(f"data: part_rows must be at least 1, got {part_rows}")
     given = frames if isinstance(frames, list | tuple) else [frames]
     if not given:
-        raise ConfigError(f"data: frames must be at least one, got {frames!r}")
+        raise ConfigError(f"data: there must be at least one frame, got {frames!r}")
     columns = schema.raw_columns()
     sources = {one.name: one for one in (source_of(frame, number, columns) for number, frame in enumerate(given))}
     form = FrameFormat(schema=schema, lists=lists, sources=sources, part_rows=part_rows)
@@ -52,7 +52,7 @@ def stream_frames(
 
 @dataclass(frozen=True, kw_only=True)
 class FrameFormat(ParquetFormat):
-    """Frames by name, in place of files."""
+    """A format whose files are frames, by name."""
 
     sources: Mapping[str, Source] = field(default_factory=dict)
     part_rows: int = PART_ROWS
@@ -93,7 +93,7 @@ class FrameCursor:
         return samples
 
     def _next(self, rows: int) -> Any:
-        """At most so many rows as an Arrow table; None when there are no more."""
+        """Return at most ``rows`` rows as an Arrow table; None at the end."""
         if self._tables is None:
             begin, end = self._unit.begin + self._row, self._unit.end
             assert end is not None

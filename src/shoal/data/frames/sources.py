@@ -1,4 +1,4 @@
-"""Frames and datasets as parts of Arrow tables, whatever library they are of."""
+"""Frames and datasets of all supported libraries, read as Arrow tables in parts."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ KINDS = (
 
 
 class Source(NamedTuple):
-    """A frame, of which only the columns that are needed are read."""
+    """A frame; only the needed columns are read."""
 
     name: str
     rows: int | None
-    """None: it is known only when all has been read, as of an `IterableDataset`."""
+    """None if unknown before everything was read, as in an `IterableDataset`."""
     shards: int
-    """Parts that can be read alone, where the number of rows is not known."""
+    """The number of parts that can be read independently, if the number of rows is unknown."""
     part: Callable[[int, int], Any]
-    """``part(begin, end)``: an Arrow table of these rows; of shard ``begin`` without its first ``end`` rows an iterator
-    over tables, where the number of rows is not known."""
+    """``part(begin, end)``: an Arrow table of these rows. If the number of rows is unknown: an iterator over tables of
+    shard number ``begin`` without its first ``end`` rows."""
 
 
 def source_of(frame: Any, number: int, columns: Sequence[str]) -> Source:
-    """A frame or dataset as a source; ``number`` is its place among several."""
+    """Wrap a frame or dataset as a source; ``number`` is its position among several."""
     package, kind = type(frame).__module__.partition(".")[0], type(frame).__name__
     make = _MAKERS.get((package, kind))
     if make is None:
@@ -53,7 +53,7 @@ def _polars(frame: Any, name: str, columns: list[str]) -> Source:
         _check(name, columns, frame.collect_schema().names())
         frame = frame.select(columns).collect()
     _check(name, columns, frame.columns)
-    # At once, since Polars cannot be called in workers that are forked; most types are not copied.
+    # Converted right away because Polars cannot be called in forked workers; most types are not copied.
     return _arrow(frame.select(columns).to_arrow(compat_level=polars.CompatLevel.oldest()), name, columns)
 
 
@@ -81,7 +81,7 @@ def _dataset(dataset: Any, name: str, columns: list[str]) -> Source:
 
 
 def _iterable_dataset(dataset: Any, name: str, columns: list[str]) -> Source:
-    if dataset.column_names is not None:  # else it is seen when rows come
+    if dataset.column_names is not None:  # otherwise the columns are checked when rows arrive
         _check(name, columns, dataset.column_names)
     dataset, shards = dataset.with_format("arrow"), dataset.num_shards
 

@@ -1,4 +1,4 @@
-"""The settings of a join: two inputs, a window, labels, and where the samples go."""
+"""The settings of a join: two inputs, a window, labels, and the output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.data.live.address import Address, parse_address
 from shoal.errors import ConfigError, did_you_mean
 
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9, "iso": 0.0}
-"""Of times in messages -> units per second; ``iso`` is text such as 2026-11-01T12:00:00Z."""
+"""Unit of times in messages -> units per second; ``iso`` is text such as 2026-11-01T12:00:00Z."""
 RULES = ("any", "count", "sum", "max", "first", "last")
 _DELIMITERS = {"json": "", "csv": ",", "tsv": "\t"}
 _MICROS = 1_000_000
@@ -28,27 +28,27 @@ Duration = str | float | timedelta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinInput:
-    """``[impressions]`` or ``[actions]``: a stream, and where in its messages the key and the time are."""
+    """``[impressions]`` or ``[actions]``: a stream, and the fields of its messages with the key and the time."""
 
     source: str
     """``redis://host:6379/name``, ``kafka://host:9092/name``, ``dir:path`` or ``-``; in a file also called ``from``."""
     key: str | tuple[str, ...]
-    """The field, or several, that names the impression; actions have the same one."""
+    """The field, or several, that identifies the impression; actions have the same one."""
     time: str = "time"
-    """The field of the event's time."""
+    """The field with the event's time."""
     time_unit: str = "s"
     """s, ms, us, ns, or iso for text such as 2026-11-01T12:00:00Z."""
     kind: str = ""
-    """The field of the action's kind, such as click; empty where all are of one kind."""
+    """The field with the action's kind, such as click; empty if there is only one kind."""
     value: str = ""
-    """The field of the action's value, such as seconds of dwell."""
+    """The field with the action's value, such as dwell time in seconds."""
     format: str = "json"
     """json (one object per message), csv or tsv (without quotes; see ``columns``)."""
     columns: tuple[str, ...] = ()
     """The names of the columns of csv and tsv, in order."""
     lateness: Duration = 60.0
-    """How far out of order the stream may be. Raise it when ``join_late_impressions_total`` or
-    ``join_late_actions_total`` climbs; samples are made that much later."""
+    """How far out of order the stream can be. Raise it when ``join_late_impressions_total`` or
+    ``join_late_actions_total`` rises; samples are delayed by this much."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", (self.key,) if isinstance(self.key, str) else tuple(self.key))
@@ -63,7 +63,9 @@ class JoinInput:
         if self.format not in _DELIMITERS:
             raise ConfigError(f"join: format must be one of {', '.join(_DELIMITERS)}, got {self.format!r}")
         if (self.format == "json") == bool(self.columns):
-            raise ConfigError(f"join: csv and tsv need columns, json has none; got {self.format} and {self.columns!r}")
+            raise ConfigError(
+                f"join: columns must be given for csv and tsv, and not for json; got {self.format} and {self.columns!r}"
+            )
         for name in [*self.key, self.time, *filter(None, (self.kind, self.value))] if self.columns else ():
             if name not in self.columns:
                 hint = did_you_mean(name, self.columns)
@@ -71,7 +73,7 @@ class JoinInput:
         micros(self.lateness, "lateness", zero=True)
 
     def native(self, labels: tuple[str, ...] = ()) -> _core.JoinFields:
-        """What the joiner reads messages by; ``labels`` are names that they must not have."""
+        """The fields in the form that the native joiner takes; messages must not have fields named in ``labels``."""
         at = {name: number for number, name in enumerate(self.columns)}
         return _core.join_fields(
             list(self.key), self.time, self.kind, self.value, _DELIMITERS[self.format],
@@ -82,12 +84,12 @@ class JoinInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinLabel:
-    """``[labels.NAME]``: what the actions of an impression make of it."""
+    """``[labels.NAME]``: how an impression's actions become a label."""
 
     rule: str = "any"
-    """any (1 if there is an action), count, or of the actions' values: sum, max, first, last. Without one it is 0."""
+    """any (1 if there is an action), count, or the sum, max, first or last of the actions' values. 0 if none."""
     kinds: tuple[str, ...] = ()
-    """The kinds of actions that count; empty: all."""
+    """The kinds of actions that count; empty for all."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", (self.kinds,) if isinstance(self.kinds, str) else tuple(self.kinds))
@@ -97,46 +99,46 @@ class JoinLabel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinConfig:
-    """A join. What its state on disk depends on is final: changing it needs a new ``state`` folder."""
+    """A join. Changing a setting that its state on disk depends on requires a new ``state`` folder."""
 
     impressions: JoinInput
     actions: JoinInput
     window: Duration
-    """How long after its impression an action may be."""
+    """The longest time from an impression to an action that belongs to it."""
     state: str
-    """The folder for what is open and for checkpoints; it belongs to one joiner."""
+    """The folder for open impressions and checkpoints; only one joiner can use it."""
     labels: Mapping[str, JoinLabel] = field(default_factory=lambda: {"label": JoinLabel()})
-    """Field of the sample -> its rule. Without an action of the first one a sample is a negative."""
+    """Field of the sample -> its rule. A sample without an action for the first label is a negative."""
     before: Duration = 0.0
-    """How much earlier than its impression an action may be, by clocks that differ."""
+    """How much earlier than its impression an action can be, to allow for clock skew."""
     close: str = "window"
-    """``window``: samples are made when windows end, in the order of their ends. ``action``: a sample is made at the
-    first action for the first label, and holds that action alone; the others are made when their windows end."""
+    """``window``: samples are made when windows end, in that order. ``action``: a sample is made at the first action
+    for the first label, with only that action; the other samples are made when their windows end."""
     keep_negatives: float = 1.0
-    """The share of negatives that is kept, chosen by key and ``seed``. Give `shoal train` the same number, and served
+    """The share of negatives to keep, chosen by key and ``seed``. Give `shoal train` the same number, so that served
     scores are corrected for it."""
     seed: int = 0
     max_actions: int = 1000
-    """Actions that wait for one key; more are counted (``join_excess_actions_total``) and left out."""
+    """The limit of waiting actions per key; more are counted (``join_excess_actions_total``) and dropped."""
     memory_bytes: int = 1 << 30
-    """The memory for keys and newest records. What is older is on disk; 10 million open impressions need 0.4 GiB."""
+    """Memory for keys and the newest records; older ones are on disk. 10 million open impressions need 0.4 GiB."""
     checkpoint_s: float = 10.0
-    """Seconds between checkpoints. After a crash what came since the last one is read again from the state folder."""
+    """Seconds between checkpoints. After a crash, later messages are read again from the state folder."""
     sync: bool = False
-    """Every batch is flushed to the disk before it is joined. Without it a batch survives a crash of the process, and
-    after a crash of the machine what came since the last checkpoint is read from the inputs again."""
+    """Flush every batch to disk before it is joined. Without it batches survive a crash of the process; after a crash
+    of the machine, messages since the last checkpoint are read from the inputs again."""
     idle: Duration = 60.0
-    """A stream that has brought nothing for so long is taken to have nothing older than this, by the clock of this
-    machine, so that windows close. What it then brings later is late."""
+    """A stream without messages for this long is assumed to have nothing older than this, by this machine's clock, so
+    that windows close. Older messages that arrive after that are late."""
     future: Duration = 3600.0
-    """An event that is more than this in the future is broken: one wrong clock would close all windows."""
+    """An event more than this far in the future counts as broken: one wrong clock would close all windows."""
     out: str = ""
-    """Where `shoal join` writes samples: an address, as ``source``."""
+    """The address to which `shoal join` writes samples, in the form of ``source``."""
     dead_letters: str = ""
-    """A file to which broken messages are appended; by default ``dead_letters.jsonl`` in the state folder."""
+    """A file for broken messages; by default ``dead_letters.jsonl`` in the state folder."""
     on_damage: str = "stop"
-    """A damaged segment ends the joiner (``stop``), or what it held is counted (``join_lost_records_total``) and left
-    out (``skip``)."""
+    """A damaged segment stops the joiner (``stop``), or its records are counted (``join_lost_records_total``) and
+    skipped (``skip``)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", dict(self.labels))
@@ -161,7 +163,7 @@ class JoinConfig:
             )
         inputs = [str(parse_address(one.source)) for one in (self.impressions, self.actions)]
         if self.out and str(_checked(self.out, "out")) in inputs:
-            raise ConfigError(f"join: out must be another stream than those that are joined, got {self.out!r}")
+            raise ConfigError(f"join: out must differ from the inputs, got {self.out!r}")
         if not self.state:
             raise ConfigError("join: state must name a folder, got none")
         if not 1 <= len(self.labels) <= 64:
@@ -170,14 +172,14 @@ class JoinConfig:
             if not name or not re.fullmatch(r"[\w.-]+", name):
                 raise ConfigError(f"join: the name of a label must be letters, digits, '_', '.' or '-', got {name!r}")
             if name in self.impressions.columns:
-                raise ConfigError(f"join: the label {name!r} must not be a column of the impressions, which has it")
+                raise ConfigError(f"join: the label {name!r} must not be a column of the impressions")
         if any(one.rule not in ("any", "count") for one in self.labels.values()) and not self.actions.value:
-            raise ConfigError("join: a label of values needs [actions] value, the field that they are in")
+            raise ConfigError("join: a label with rule sum, max, first or last needs [actions] value, a field's name")
         if any(one.kinds for one in self.labels.values()) and not self.actions.kind:
-            raise ConfigError("join: a label of some kinds needs [actions] kind, the field that they are in")
+            raise ConfigError("join: a label with kinds needs [actions] kind, a field's name")
 
     def native(self, folder: str, *, block_bytes: int = 0) -> _core.Joiner:
-        """A new joiner with these settings; ``block_bytes`` is how much stays in memory before it goes to a segment."""
+        """Make a native joiner; ``block_bytes`` is the size of records in memory before they go to a segment."""
         labels = [(name, RULES.index(one.rule), list(one.kinds)) for name, one in self.labels.items()]
         return _core.Joiner(
             folder, self.impressions.native(tuple(self.labels)), self.actions.native(), labels=labels,
@@ -188,7 +190,7 @@ class JoinConfig:
         )  # fmt: skip
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same where a state folder is used again."""
+        """The settings that must match when a state folder is used again."""
         return {
             "window_us": micros(self.window, "window"), "before_us": micros(self.before, "before", zero=True),
             "close": self.close, "keep_negatives": self.keep_negatives, "seed": self.seed,
@@ -213,7 +215,7 @@ def _checked(text: str, name: str) -> Address:
 
 
 def micros(value: Duration, name: str, *, zero: bool = False) -> int:
-    """A duration in microseconds.
+    """Convert a duration to microseconds.
 
     >>> micros("1.5h", "window"), micros(2, "window")
     (5400000000, 2000000)
@@ -234,7 +236,7 @@ def micros(value: Duration, name: str, *, zero: bool = False) -> int:
 
 
 def size_of(value: int | str) -> int:
-    """``"1GiB"`` or a number, in bytes.
+    """Convert a size such as ``"1GiB"``, or a number of bytes, to bytes.
 
     >>> size_of("1.5GiB")
     1610612736
@@ -248,7 +250,7 @@ def size_of(value: int | str) -> int:
 
 
 def join_config(content: Mapping[str, Any], where: str = "join", folder: str = "") -> JoinConfig:
-    """The settings of a TOML file, or of its part; paths in it are relative to ``folder``.
+    """Read the settings from a TOML file's content, or a section of it; paths are relative to ``folder``.
 
     Raises:
         ConfigError: a setting is missing, unknown or wrong; the message names it and ``where``.
@@ -276,8 +278,8 @@ def join_config(content: Mapping[str, Any], where: str = "join", folder: str = "
 
 
 def load_join(path: str | os.PathLike[str], state: str | None = None) -> JoinConfig:
-    """The settings of ``join.toml``, of ``[data.join]`` in the file of a training run, or of ``[join]`` in that of a
-    whole system. ``state`` goes before the folder that they name."""
+    """Load the settings from ``join.toml``, from ``[data.join]`` in a training run's file, or from ``[join]`` in the
+    file of a complete system. ``state`` overrides the folder in the file."""
     where = os.fspath(path)
     try:
         with open(where, "rb") as file:
@@ -292,14 +294,14 @@ def load_join(path: str | os.PathLike[str], state: str | None = None) -> JoinCon
     own = content.pop("join", {})
     if not isinstance(own, dict):
         raise ConfigError(f"{where}: [join] must be a section, got {own!r}")
-    if data is not None or "table" in content:  # the file of a whole system, of which [join] is a part
+    if data is not None or "table" in content:  # the file of a complete system, with a section [join]
         content = {name: content[name] for name in ("impressions", "actions", "labels") if name in content}
     made = {**own, **content, **({} if state is None else {"state": os.path.abspath(state)})}
     return join_config(made, where, os.path.dirname(where))
 
 
 def relative_source(source: str, folder: str) -> str:
-    """An address whose path, if it is one of a directory, is relative to ``folder``."""
+    """Return an address; the path of a ``dir:`` address is relative to ``folder``."""
     if not source.startswith("dir:"):
         return source
     return f"dir:{os.path.join(folder, source.removeprefix('dir:').removeprefix('//'))}"

@@ -1,8 +1,8 @@
-"""`Joiner`: the native joiner with its state on disk, so that a process that was killed goes on where it was.
+"""`Joiner`: the native joiner with its state on disk, so that a killed process resumes where it was.
 
-The state folder holds segments (what is open, in immutable files), ``join.manifest`` (the newest checkpoint: which
-segments, positions, counts), and a tail (what came since the checkpoint, in the order in which it came). Going on
-loads the checkpoint and reads the tail; the samples that this makes again have the numbers that they had before.
+The state folder holds segments (open impressions and actions, in immutable files), ``join.manifest`` (the newest
+checkpoint: segments, positions, counts), and a tail (messages since the checkpoint, in order of arrival). Resuming
+loads the checkpoint and replays the tail; samples that are made again have the same numbers as before.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _WAITING_BYTES = 4 << 20
 _FILES = re.compile(r"(segment-(\d+)\.seg|tail-(\d+)\.log)(" + TEMPORARY + r".*)?")
 
 Write = Callable[[int, Sequence[bytes]], None]
-"""Takes samples and the number of the first one; may be called again with samples that it has."""
+"""Takes samples and the number of the first one; must accept samples that it already has."""
 
 
 Bury = Callable[[list[tuple[int, str]]], None]
-"""Takes the (index, why) of broken messages."""
+"""Takes the (index, reason) of broken messages."""
 
 
 class Joiner:
-    """Joins what it is offered. Used by one thread at a time.
+    """Joins the messages passed to `offer`. Used by one thread at a time.
 
     Args:
-        config: what joins what, and the state folder, which this process then owns until `close`.
-        write: gets the samples in order. After a crash the first calls may repeat samples that were written before,
-            under the same numbers.
-        note: is told what a person should know, such as a tail that ends in the middle of a batch.
-        block_bytes: records in memory before they go to a segment; 0 for a part of the memory budget.
+        config: the settings of the join. This process owns the state folder until `close`.
+        write: called with the samples in order. After a crash the first calls can repeat samples that were written
+            before, under the same numbers.
+        note: called with messages for people, such as about a tail that ends in the middle of a batch.
+        block_bytes: size of records in memory before they go to a segment; 0 for a part of the memory budget.
 
     Raises:
-        ConfigError: another process has the folder, or its state is of a join with other settings.
-        DataError: a file of the state is damaged; with ``on_damage="skip"`` what it held is counted instead.
+        ConfigError: another process uses the folder, or its state belongs to a join with other settings.
+        DataError: a file of the state is damaged; with ``on_damage="skip"`` its records are counted instead.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Joiner:
         self._tail = 0
         self._swept = 0
         self.checkpoints = 0
-        """Written by this process."""
+        """The number of checkpoints written by this process."""
         os.makedirs(self.folder, exist_ok=True)
         self._lock: int | None = _locked(self.folder)
         try:
@@ -76,26 +76,26 @@ class Joiner:
     def offer(
         self, side: int, messages: Sequence[bytes], position: Any, *, bury: Bury | None = None, now: float | None = None
     ) -> list[tuple[int, str]]:
-        """Joins messages of one side; the (index, why) of broken ones, which ``bury`` gets before the rest is joined.
+        """Join messages of one side; return the (index, reason) of broken ones, which go to ``bury`` first.
 
-        ``position`` is where the input of the side goes on.
+        ``position`` is where this side's input continues.
         """
         latest = (time.time_ns() // 1000 if now is None else round(now * 1e6)) + micros(self.config.future, "future")
         broken = self.native.read(side, list(messages), latest)
         if broken and bury is not None:
-            bury(broken)  # a crash from here on buries them again; one after `accept` would lose them
+            bury(broken)  # before `accept`: after a crash they are buried twice rather than lost
         self.native.accept(_bytes(position))
         self._drain()
         return broken
 
     def advance(self, side: int, watermark_us: int, position: Any = None) -> None:
-        """Nothing before ``watermark_us`` will come from a side: it ended (`FOREVER`), or is quiet."""
+        """Declare that a side has nothing before ``watermark_us`` left: it ended (`FOREVER`), or is quiet."""
         at = self.native.position(side) if position is None else _bytes(position)
         self.native.advance(side, watermark_us, at)
         self._drain()
 
     def position(self, side: int) -> Any:
-        """Where the input of a side goes on; None at its beginning."""
+        """Where the input of a side continues; None at its beginning."""
         at = self.native.position(side)
         return json.loads(at) if at else None
 
@@ -118,10 +118,10 @@ class Joiner:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def checkpoint(self) -> None:
-        """From now on a crash goes back to here at most, and what came before is not read again.
+        """Write a checkpoint: after a crash, messages before it are not read again.
 
         Raises:
-            OSError: the disk is full, for one; the checkpoint before stays, and so does everything in memory.
+            OSError: for example, the disk is full; the previous checkpoint and everything in memory remain.
         """
         self.native.seal()
         files = {}
@@ -138,7 +138,7 @@ class Joiner:
         self.native.open_tail(self._path(f"tail-{tail}.log"), 0, self.config.sync)
         self._remove(f"tail-{self._tail}.log")
         self._tail = tail
-        # Segments that were made and emptied since the last checkpoint were never in a manifest.
+        # Segments that were created and emptied since the last checkpoint were never in a manifest.
         for number in range(self._swept, state["next_segment"]):
             if _segment(number) not in files:
                 self._remove(_segment(number))
@@ -147,7 +147,7 @@ class Joiner:
         self.checkpoints += 1
 
     def close(self) -> None:
-        """Leaves the folder to others. What came since the last checkpoint is in the tail."""
+        """Release the folder. Messages since the last checkpoint are in the tail."""
         self.native = None
         if self._lock is not None:
             os.close(self._lock)
@@ -159,7 +159,7 @@ class Joiner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- going on -----------------------------------------------------------------------------------------------------
+    # --- resuming -----------------------------------------------------------------------------------------------------
 
     def _restore(self) -> None:
         path = self._path(_MANIFEST)
@@ -207,12 +207,12 @@ class Joiner:
         for name, value in own.items():
             if saved.get(name) != value:
                 raise ConfigError(
-                    f"join: the state in {self.folder} was made with {name} = {saved.get(name)!r}, the settings say "
-                    f"{value!r}; change them back, or name another state folder"
+                    f"join: the state in {self.folder} was made with {name} = {saved.get(name)!r}, but the setting is "
+                    f"{value!r}; change it back, or name another state folder"
                 )
 
     def _sweep(self, files: Mapping[str, FileDigest]) -> None:
-        """Removes what a process that was killed left behind: files that are not of the checkpoint."""
+        """Remove files that a killed process left behind: those that are not part of the checkpoint."""
         for name in os.listdir(self.folder):
             match = _FILES.fullmatch(name)
             if match is not None and name not in files and name != f"tail-{self._tail}.log":
@@ -222,8 +222,8 @@ class Joiner:
         match = re.search(r"segment-(\d+)\.seg", str(error))
         if self.config.on_damage != "skip" or match is None:
             raise DataError(
-                f'{error}. What it holds is lost unless the file is restored; with on_damage = "skip" the joiner '
-                "counts it and goes on"
+                f'{error}. Its records are lost unless the file is restored; with on_damage = "skip" the joiner '
+                "counts them and continues"
             ) from None
         lost = self.native.drop_segment(int(match[1]))
         self._note(f"{error}; {lost} open records are lost and counted")
@@ -250,5 +250,5 @@ def _locked(folder: str) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        raise ConfigError(f"join: another joiner has the state folder {folder}; each needs its own") from None
+        raise ConfigError(f"join: another joiner uses the state folder {folder}; each needs its own") from None
     return lock

@@ -24,11 +24,11 @@ class Pump:
     """A joiner and its two inputs. Used by one thread at a time.
 
     Args:
-        config: of the join.
-        write: gets the samples; see `Joiner`.
-        before_checkpoint: is called before each checkpoint: what was written must be on the disk when it returns.
-        to_end: the inputs end where they end now; all windows close there.
-        note: is told what a person should know.
+        config: the settings of the join.
+        write: called with the samples; see `Joiner`.
+        before_checkpoint: called before each checkpoint; samples that were written must be on disk when it returns.
+        to_end: stop at the current ends of the inputs, and close all windows there.
+        note: called with messages for people.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Pump:
         self._note = note or (lambda text: None)
         self._idle_us = micros(config.idle, "idle")
         self._dead = config.dead_letters or os.path.join(config.state, "dead_letters.jsonl")
-        self._told_broken = False
+        self._noted_broken = False
         self.readers: list[Reader] = []
         self._ended = [False, False]
         self._counted: dict[str, int] = {}
         self.measured: dict[str, Any] = {}
-        """What `measure` gave last."""
+        """The last result of `measure`."""
         self.joiner = Joiner(config, write, note=note, block_bytes=block_bytes)
         try:
             for side, one in ((IMPRESSIONS, config.impressions), (ACTIONS, config.actions)):
@@ -61,7 +61,7 @@ class Pump:
         now = time.monotonic()
         self._heard, self._asked = [now, now], [now, now]
         self._saved_s = self._measured_s = now
-        self._counted = dict(self.joiner.native.counters())  # those of an earlier process were counted there
+        self._counted = dict(self.joiner.native.counters())  # an earlier process reported these
 
     @property
     def ended(self) -> bool:
@@ -69,9 +69,9 @@ class Pump:
         return all(self._ended)
 
     def step(self, timeout_s: float) -> int:
-        """Joins what the inputs have; how many messages that were. Waits for some, at most about ``timeout_s``."""
+        """Join available messages; return their number. Waits about ``timeout_s`` at most if there are none."""
         native = self.joiner.native
-        # The side that is behind first, so that no more impressions are open than must be.
+        # The side that is behind goes first, to keep the number of open impressions low.
         order = sorted((IMPRESSIONS, ACTIONS), key=native.newest)
         taken = self._take(order[0], 0.0) or self._take(order[1], 0.0)
         if not taken:
@@ -106,7 +106,7 @@ class Pump:
         self._ended[side] = True
 
     def _close_quiet(self) -> None:
-        """A side that has brought nothing for a while, and has nothing to bring, does not keep windows open."""
+        """Close the windows of a side that has been quiet for a while and has no unread messages."""
         now = time.monotonic()
         pause = min(1.0, self._idle_us / 4e6)
         for side in (IMPRESSIONS, ACTIONS):
@@ -116,7 +116,7 @@ class Pump:
             self._asked[side] = now
             lag = self.readers[side].lag()
             if lag.records != 0 and not (lag.records is None and quiet and self._pipe(side)):
-                continue  # it is away, or has something
+                continue  # it is unreachable, or has messages
             if self._to_end:
                 self._end(side)
                 continue
@@ -125,11 +125,11 @@ class Pump:
                 self.joiner.advance(side, watermark)
 
     def _pipe(self, side: int) -> bool:
-        """Whether the input cannot say how much waits, and has nothing that could be away."""
+        """Whether the input is a pipe, which cannot report a lag and cannot be unreachable."""
         return (self.config.impressions, self.config.actions)[side].source in ("-", "stdin", "stdin:")
 
     def checkpoint(self) -> None:
-        """Writes a checkpoint, and tells the inputs what they need not keep for us."""
+        """Write a checkpoint, and acknowledge to the inputs what it contains."""
         self._flush()
         self.joiner.checkpoint()
         for side, reader in enumerate(self.readers):
@@ -140,7 +140,7 @@ class Pump:
         emit_counter("join_checkpoints_total", 1)
 
     def measure(self) -> dict[str, Any]:
-        """The counts and levels of now, which also go to the metrics."""
+        """The current counts and levels, which also go to the metrics."""
         self._measured_s = time.monotonic()
         native = self.joiner.native
         counts = native.counters()
@@ -168,14 +168,12 @@ class Pump:
                 except UnicodeDecodeError:
                     shown = {"base64": base64.b64encode(message).decode()}
                 file.write(json.dumps({"side": SIDES[side], "why": why, **shown}) + "\n")
-        if not self._told_broken:
-            self._told_broken = True
-            self._note(
-                f"a message of {SIDES[side]} {broken[0][1]}; it is in {self._dead}. Further ones are only counted"
-            )
+        if not self._noted_broken:
+            self._noted_broken = True
+            self._note(f"a message of {SIDES[side]} {broken[0][1]}; it is in {self._dead}, as will be later ones")
 
     def close(self) -> None:
-        """Closes the inputs and leaves the state folder. Call `checkpoint` before, to go on faster."""
+        """Close the inputs and release the state folder. Call `checkpoint` first to make resuming faster."""
         for reader in self.readers:
             reader.close()
         self.joiner.close()

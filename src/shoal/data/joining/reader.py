@@ -1,4 +1,4 @@
-"""`JoinReader`: a join as a live source, so that a trainer reads joined samples with exact positions."""
+"""`JoinReader`: a join as a live source, from which a trainer reads joined samples at exact positions."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 class JoinReader:
     """Joins in this process while it is polled. A position is the number of the next sample.
 
-    Samples are kept in ``<state>/samples`` until a position behind them was acknowledged twice: the checkpoint of
-    whoever reads, and the one before it, can be gone back to.
+    Samples are kept in ``<state>/samples`` until a later position was acknowledged twice, so that the reader can go
+    back to its newest checkpoint and to the one before it.
     """
 
     def __init__(self, config: JoinConfig, *, to_end: bool = False) -> None:
@@ -38,12 +38,12 @@ class JoinReader:
         self._next = self._log.first
 
     def open(self, positions: Mapping[str, Any] | None = None) -> None:
-        """Reading goes on with a sample that is kept; by default with the oldest one."""
+        """Continue with a sample that is still kept; by default the oldest one."""
         given = (positions or {}).get(PARTITION, self._log.first)
         if not isinstance(given, int) or not self._log.first <= given <= self._log.count:
             raise DataError(
                 f"join {self.config.state}: the position must be a sample from {self._log.first} to {self._log.count}, "
-                f"got {given!r}; the state folder is that of another run, or was removed"
+                f"got {given!r}; the state folder belongs to another run, or was removed"
             )
         self._next = given
 
@@ -65,7 +65,7 @@ class JoinReader:
         self._acknowledged = positions.get(PARTITION, self._acknowledged)
 
     def lag(self) -> Lag:
-        """How far the slower of the two inputs is behind, with the samples that wait."""
+        """The lag of the slower input, plus the samples that wait to be read."""
         lags = [reader.lag() for reader in self.pump.readers]
         records = [one.records for one in lags if one.records is not None]
         seconds = [one.seconds for one in lags if one.seconds is not None]
@@ -77,10 +77,10 @@ class JoinReader:
         return self.pump.ended and self._next >= self._log.count
 
     def close(self) -> None:
-        """Leaves the inputs and the state folder, with a checkpoint so that the next one starts faster."""
+        """Write a checkpoint for a faster restart, close the inputs and release the state folder."""
         try:
             self.pump.checkpoint()
-        except (OSError, ShoalError, RuntimeError) as error:  # what came since the last one is in the tail
+        except (OSError, ShoalError, RuntimeError) as error:  # messages since the last checkpoint are in the tail
             log.warning("join %s: no checkpoint was written at the end: %s", self.config.state, error)
         self.pump.close()
         self._log.close()
@@ -93,11 +93,11 @@ class JoinReader:
 
 
 def join(config: JoinConfig | str | os.PathLike[str] | Mapping[str, Any], *, to_end: bool = False) -> JoinReader:
-    """Joins impressions and actions in this process; what it returns is a live source of samples.
+    """Join impressions and actions in this process; return a live source of samples.
 
     Args:
         config: a `JoinConfig`, the path of a ``join.toml``, or its contents.
-        to_end: end where the inputs end now, and close all windows there.
+        to_end: stop at the current ends of the inputs, and close all windows there.
 
     >>> import tempfile, pathlib
     >>> root = pathlib.Path(tempfile.mkdtemp())

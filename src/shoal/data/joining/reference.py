@@ -1,6 +1,6 @@
-"""What joining means, in plain Python: an offline join of everything that came, in the order in which it came.
+"""The definition of a join in plain Python: an offline join of all messages in order of arrival.
 
-The native joiner gives the same samples in the same order, and the same counts; tests compare the two.
+The native joiner gives the same samples in the same order and the same counts; tests compare the two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NEVER = -(1 << 62)
 
 @dataclass(frozen=True, slots=True)
 class Impression:
-    """Something that was shown. Times are integers, here and everywhere in this file."""
+    """Something that was shown to a user. Times in this module are integers."""
 
     key: str
     time: int
@@ -26,7 +26,7 @@ class Impression:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Something that a user did about it."""
+    """A user's action on an impression."""
 
     key: str
     time: int
@@ -36,7 +36,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """The word that a side has nothing before ``time`` any more: it ended, or it is quiet."""
+    """A declaration that a side has nothing before ``time`` left: it ended, or it is quiet."""
 
     side: Literal["impressions", "actions"]
     time: int
@@ -50,7 +50,7 @@ class Joined(NamedTuple):
 
 
 Label = tuple[str, frozenset[str]]
-"""A rule (any, count, sum, max, first, last), and the kinds of actions that count for it; none for all kinds."""
+"""A rule (any, count, sum, max, first, last), and the kinds of actions that count for it; empty for all kinds."""
 
 
 def join_offline(
@@ -65,13 +65,13 @@ def join_offline(
     keep_negatives: float = 1.0,
     seed: int = 0,
 ) -> tuple[list[Joined], Counter[str]]:
-    """The samples, and what was counted.
+    """Join events; return the samples and the counts.
 
-    An action belongs to an impression of its key if it is at most ``before`` earlier and ``window`` later. A side's
-    watermark is the latest time that it has shown, less its lateness: nothing earlier is expected of it. An impression
-    becomes a sample when both watermarks have reached the end of its window, and samples come in the order of these
-    ends. Whatever a side brings after its own watermark has passed the end of a window is late for that window. What
-    is late, and what a sample holds, therefore does not depend on how the two sides interleave.
+    An action belongs to an impression with the same key if it is at most ``before`` earlier and ``window`` later. A
+    side's watermark is the latest time that it has shown, minus its lateness: nothing earlier is expected from it. An
+    impression becomes a sample when both watermarks have reached the end of its window; samples come in the order of
+    these ends. An event that arrives after its own side's watermark has passed the end of a window is late for that
+    window. Lateness and the contents of samples therefore do not depend on how the two sides interleave.
     """
     sides = ("impressions", "actions")
     watermark = dict.fromkeys(sides, NEVER)
@@ -79,21 +79,21 @@ def join_offline(
     count: Counter[str] = Counter()
     samples: list[Joined] = []
     open_: list[tuple[int, int, Impression]] = []  # (end of its window, number, impression)
-    emitted: set[int] = set()  # numbers of impressions whose window an action has closed
-    waiting: list[tuple[int, int, Action, int]] = []  # (when it goes, number, action, watermark when it came)
+    emitted: set[int] = set()  # numbers of impressions that an action has already made into samples
+    waiting: list[tuple[int, int, Action, int]] = []  # (when it expires, number, action, watermark at arrival)
 
     def counted_for(action: Action) -> list[bool]:
         return [not kinds or action.kind in kinds for _, kinds in labels]
 
     def eligible(end: int, impression: Impression) -> list[tuple[int, int, Action, int]]:
-        """The actions that wait for an impression, in the order in which they came."""
+        """The waiting actions that belong to an impression, in order of arrival."""
         return sorted(
             (
                 one
                 for one in waiting
                 if one[2].key == impression.key
                 and impression.time - before <= one[2].time <= end
-                and one[3] < end  # the window was open when the action came
+                and one[3] < end  # the window was open when the action arrived
             ),
             key=lambda one: one[1],
         )
@@ -117,7 +117,7 @@ def join_offline(
         }[labels[label][0]]()  # fmt: skip
 
     def close() -> None:
-        """Impressions and actions leave in the order of their ends; of equal ones, impressions before actions."""
+        """Remove impressions and actions in the order of their ends; at equal ends, impressions first."""
         for end, number, impression in sorted(one for one in open_ if one[0] <= closed):
             open_.remove((end, number, impression))
             if number in emitted:
@@ -126,7 +126,7 @@ def join_offline(
             for one in found:
                 waiting.remove(one)
             unique: dict[tuple, tuple[int, Action]] = {}
-            for _, order, action, _ in found:  # the same action twice counts once
+            for _, order, action, _ in found:  # a duplicate action counts once
                 unique.setdefault((action.time, action.kind, action.value), (order, action))
             count["duplicate_actions"] += len(found) - len(unique)
             emit(impression, [action for _, action in sorted(unique.values(), key=lambda o: (o[1].time, o[0]))])
@@ -198,6 +198,6 @@ def join_offline(
 
 def _sum(values: Sequence[float]) -> float:
     total = 0.0
-    for value in values:  # in order, as the native one; math.fsum is exact and differs
+    for value in values:  # in order, like the native joiner; math.fsum is exact and would differ
         total += value
     return total

@@ -1,4 +1,4 @@
-"""`SampleLog`: joined samples in numbered files, kept until whoever reads them has them in a checkpoint."""
+"""`SampleLog`: joined samples in numbered files, kept until the reader has them in a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = re.compile(r"samples-(\d{20})\.txt")
 
 
 class SampleLog:
-    """Lines in files ``samples-<number of the first>.txt``. One process writes and reads."""
+    """Lines in files ``samples-<number of the first>.txt``. Only one process writes and reads."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -24,19 +24,19 @@ class SampleLog:
         if not self._firsts:
             self._firsts = [0]
         self._file = open(self._path(self._firsts[-1]), "a+b")  # noqa: SIM115  closed by `close`
-        self.count = self._firsts[-1] + self._whole_lines()
-        """Samples that were ever written."""
-        self._reading: tuple[int, int] | None = None  # the number of a sample, and where it begins in its file
+        self.count = self._firsts[-1] + self._complete_lines()
+        """The number of samples ever written."""
+        self._reading: tuple[int, int] | None = None  # the number of a sample, and its offset in its file
 
     @property
     def first(self) -> int:
-        """The number of the oldest sample that is kept."""
+        """The number of the oldest sample still kept."""
         return self._firsts[0]
 
     def append(self, first: int, samples: Sequence[bytes]) -> None:
-        """Writes samples that are not there yet."""
+        """Write the samples that were not written yet."""
         if first > self.count:
-            raise DataError(f"{self.folder} has {self.count} samples, but number {first} is to be written next")
+            raise DataError(f"{self.folder} has {self.count} samples, so the next number cannot be {first}")
         samples = samples[self.count - first :]
         if not samples:
             return
@@ -51,17 +51,17 @@ class SampleLog:
         self.count += len(samples)
 
     def flush(self) -> None:
-        """What was appended is on the disk."""
+        """Flush appended samples to disk."""
         os.fsync(self._file.fileno())
 
     def read(self, number: int, most: int) -> list[bytes]:
-        """At most so many samples from ``number`` on.
+        """At most ``most`` samples, starting with ``number``.
 
         Raises:
-            DataError: they were deleted, or never written.
+            DataError: the samples were deleted, or never written.
         """
         if not self.first <= number <= self.count:
-            raise DataError(f"{self.folder} has the samples {self.first} to {self.count}, but not {number}")
+            raise DataError(f"{self.folder}: the sample must be {self.first}..{self.count}, got {number}")
         begin = max(one for one in self._firsts if one <= number)
         end = min((one for one in self._firsts if one > number), default=self.count)
         most = min(most, end - number)
@@ -81,7 +81,7 @@ class SampleLog:
         return [line[:-1] for line in lines]
 
     def forget(self, before: int) -> None:
-        """Removes files whose samples are all before a number."""
+        """Remove files whose samples all have numbers below ``before``."""
         while len(self._firsts) > 1 and self._firsts[1] <= before:
             os.unlink(self._path(self._firsts.pop(0)))
 
@@ -91,8 +91,8 @@ class SampleLog:
     def _path(self, first: int) -> str:
         return os.path.join(self.folder, f"samples-{first:020d}.txt")
 
-    def _whole_lines(self) -> int:
-        """Counts the lines of the newest file; one without an end, which a crash left, is removed."""
+    def _complete_lines(self) -> int:
+        """Count the lines of the newest file; remove an unterminated line that a crash left."""
         self._file.seek(0)
         lines = keep = at = 0
         while block := self._file.read(_BLOCK):

@@ -1,4 +1,4 @@
-"""Sources that never end, read at exact positions: Redis streams, Kafka topics, growing directories, standard input."""
+"""Unbounded sources, read at exact positions: Redis streams, Kafka topics, growing directories, standard input."""
 
 from shoal.lazy import exports
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """A live source, taken apart."""
+    """A parsed address of a live source."""
 
     scheme: str
     hosts: tuple[tuple[str, int], ...] = ()
@@ -42,7 +42,7 @@ class Address:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """The address without user, password and options: what messages and metrics call the source."""
+        """The address without user, password and options, as used in messages and metrics."""
         hosts = ",".join(f"{host}:{port}" for host, port in self.hosts)
         if self.scheme == "stdin":
             return "stdin:"
@@ -64,19 +64,19 @@ class Address:
 
 
 def is_live(text: str) -> bool:
-    """Whether a text is the address of a live source, maybe a wrong one, and not a path of files."""
+    """Whether a text is the address of a live source, even an invalid one, and not a path."""
     return text == "-" or "://" in text or text.partition(":")[0] in SCHEMES
 
 
 def parse_address(text: str) -> Address:
-    """Takes an address apart.
+    """Parse an address.
 
     >>> one = parse_address("redis://localhost/2/clicks?from=2026-11-01")
     >>> str(one), one.db, one.options["from"]
     ('redis://localhost:6379/2/clicks', 2, '2026-11-01')
 
     Raises:
-        ConfigError: it is not one, or has options that its kind does not take.
+        ConfigError: the text is not an address, or has options that its kind of source does not take.
     """
     if text in ("-", "stdin:", "stdin"):
         return Address(scheme="stdin")
@@ -135,17 +135,17 @@ def bad_from(address: Address, allowed: str) -> ConfigError:
 
 
 class Away:
-    """Counts how long a source has been away, says so once per outage, and raises when that was too long."""
+    """Tracks outages of a source: logs each one once, and raises when one lasts too long."""
 
     def __init__(self, address: Address) -> None:
         self.limit_s = address.number("away_s", 600.0)
         self._address = address
         self._since: float | None = None
         self.times = 0
-        """How often it went away."""
+        """The number of outages."""
 
     def failed(self, error: BaseException) -> None:
-        """One more failure.
+        """Record a failure.
 
         Raises:
             PeerError: the first failure was more than ``limit_s`` ago.
@@ -166,30 +166,30 @@ class Away:
 
 
 def records_lost(address: Address, why: str) -> None:
-    """What is done about records that were deleted before they were read: an error, or with ``lost=skip`` a warning."""
+    """Handle records that were deleted before they were read: raise, or with ``lost=skip`` warn."""
     if address.options.get("lost", "error") != "skip":
-        raise DataError(f"{address}: {why}; to go on without them, add lost=skip to the address")
+        raise DataError(f"{address}: {why}; to continue without them, add lost=skip to the address")
     emit_counter("stream_gaps_total", 1, f"source={address}")
-    log.warning("%s: %s; going on without them (lost=skip)", address, why)
+    log.warning("%s: %s; continuing without them (lost=skip)", address, why)
 
 
 def remaining(address: Address, records: Sequence[bytes], at: int, written: int) -> Sequence[bytes]:
-    """Those of ``records``, the first of which is number ``at``, that are not among the ``written`` ones."""
+    """Return the part of ``records``, numbered from ``at``, after the first ``written`` records of the source."""
     if not at <= written <= at + len(records):
         raise DataError(
-            f"{address} has {written} records, but its writer wrote {at} and now adds {len(records)}; a stream that is "
-            "written to by number must have one writer, and must not be deleted"
+            f"{address} has {written} records, but its writer wrote {at} and now adds {len(records)}; a stream with "
+            "numbered records must have one writer, and must not be deleted"
         )
     return records[written - at :]
 
 
-def _options(query: str, whole: str) -> dict[str, str]:
-    """``name=value&name=value``; a ``+`` is one, as in a time's offset."""
+def _options(query: str, address: str) -> dict[str, str]:
+    """Parse ``name=value&name=value``; ``+`` stays a plus, as in a time's offset."""
     found: dict[str, str] = {}
     for part in filter(None, query.split("&")):
         name, _, value = part.partition("=")
         if not name or not value or unquote(name) in found:
-            raise ConfigError(f"{_plain(whole)!r}: options must be NAME=VALUE, each once, got {part!r}")
+            raise ConfigError(f"{_plain(address)!r}: options must be NAME=VALUE, each once, got {part!r}")
         found[unquote(name)] = unquote(value)
     return found
 
@@ -209,26 +209,26 @@ def _checked(address: Address) -> Address:
 
 
 def _check_from(address: Address) -> None:
-    """Of a broker, before it is asked; a folder knows the names of its files."""
+    """Check ``from`` for brokers before connecting; a folder checks it against its file names."""
     text = address.options.get("from", "end")
     if address.scheme == "dir" or text in ("beginning", "end") or from_time_ms(text) is not None:
         return
     if address.scheme == "kafka" and not text.isdecimal():
         raise bad_from(address, "an offset")
     if address.scheme in ("redis", "rediss") and not re.fullmatch(r"\d+(-\d+)?", text):
-        raise bad_from(address, "the id of an entry behind which to begin, such as 1790000000000-0")
+        raise bad_from(address, "the id of the entry to begin after, such as 1790000000000-0")
 
 
-def _host(text: str, scheme: str, whole: str) -> tuple[str, int]:
+def _host(text: str, scheme: str, address: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]"):
         host, port = text, str(_PORTS[scheme])
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{_plain(whole)!r}: {text!r} must be HOST or HOST:PORT")
+        raise ConfigError(f"{_plain(address)!r}: {text!r} must be HOST or HOST:PORT")
     return host.strip("[]"), int(port)
 
 
 def _plain(text: str) -> str:
-    """An address without its password."""
+    """Return an address without its login."""
     scheme, _, rest = text.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}"

@@ -1,4 +1,4 @@
-"""`ByPartition`: records that wait for a batch of their own partition's, where servers learn partition by partition."""
+"""`ByPartition`: forms batches from one partition each, for servers that track their learning by partition."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class _Queue:
         self.records += len(chunk)
 
     def upto_cut(self) -> int | None:
-        """How many records there are before the next cut; None where that has not come, or there is none."""
+        """The number of records before the next cut; None if there is no cut or it was not reached yet."""
         while self.cuts and self.chunks and self.number(self.chunks[0].positions[0]) > self.cuts[0]:
-            self.cuts.popleft()  # it is behind us
+            self.cuts.popleft()  # already passed
         if not self.cuts:
             return None
         count = 0
@@ -51,10 +51,10 @@ class _Queue:
 
 
 class ByPartition:
-    """Makes batches of records of one partition each. Those that have waited longest come first.
+    """Makes batches of records of one partition each. Records that have waited longest come first.
 
     Args:
-        batch_size: records of a batch.
+        batch_size: records per batch.
         max_wait_s: how long records wait for a batch to fill.
     """
 
@@ -63,7 +63,7 @@ class ByPartition:
         self._queues: dict[tuple[int, str], _Queue] = {}
 
     def follow(self, source: Any, partition: str, number: Callable[[Any], int], cuts: Iterable[int] = ()) -> None:
-        """Takes records of a partition; a batch ends at each of ``cuts``."""
+        """Register a partition; a batch ends at each of ``cuts``."""
         self._queues[id(source), partition] = _Queue(source, number, cuts)
 
     def add(self, source: Any, chunk: Chunk, now: float) -> None:
@@ -74,20 +74,20 @@ class ByPartition:
 
     @property
     def room(self) -> int:
-        """How many more may wait: with so many one partition has a batch."""
+        """How many more records to accept; with that many, some partition has a full batch."""
         return max(0, len(self._queues) * self._size - len(self))
 
     def wait_s(self, now: float) -> float:
-        """Until the records that have waited longest are a batch."""
+        """Seconds until the records that have waited longest become a batch."""
         waits = [queue.since + self._max_wait_s - now for queue in self._queues.values() if queue.records]
         return max(0.0, min(waits, default=float("inf")))
 
     def take(self, now: float, ended: bool) -> tuple[Any, list[Chunk]] | None:
-        """The next batch's source and records, if there is one; ``ended``: no more will come."""
+        """Return the next batch's source and records, if there is one; ``ended``: no more records will come."""
         for queue in sorted(self._queues.values(), key=lambda one: one.since):
             cut = queue.upto_cut() if queue.records else None
             most = self._size if cut is None else min(self._size, cut)
-            whole = queue.records >= self._size or cut is not None
-            if queue.records and (whole or ended or now - queue.since >= self._max_wait_s):
+            full = queue.records >= self._size or cut is not None
+            if queue.records and (full or ended or now - queue.since >= self._max_wait_s):
                 return queue.source, queue.take(most, now)
         return None

@@ -1,4 +1,4 @@
-"""Bytes that arrive in blocks, as TFRecord frames with the offset behind each."""
+"""Cuts bytes that arrive in blocks into TFRecord frames, each with the offset of its end."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from shoal.data.live.protocol import Damaged
 
 _MAX_FRAME = 1 << 30
 REST = 1 << 62
-"""The offset behind a file whose rest cannot be read."""
+"""The end offset of a file whose rest cannot be read."""
 
 
 class Frames:
-    """The whole frames of what was added; ``offset`` is where the first one that was not taken begins.
+    """The complete frames in the bytes added so far; ``offset`` is where the first frame not taken begins.
 
-    A frame with a wrong checksum is a `Damaged` record, and so is all that follows where frames cannot be told apart.
+    A frame with a wrong checksum is a `Damaged` record. If frame borders are lost, the rest is one such record.
     """
 
     def __init__(self, offset: int = 0) -> None:
         self.offset = offset
         self._rest = b""
-        self._ready: deque[tuple[bytes, int]] = deque()  # with the offset behind it
+        self._ready: deque[tuple[bytes, int]] = deque()  # with the offset of its end
         self._end = offset
 
     def __bool__(self) -> bool:
@@ -46,7 +46,7 @@ class Frames:
         self._rest = self._rest[consumed:]
 
     def finish(self) -> None:
-        """What was added ends here."""
+        """Mark the end of the input."""
         if self._rest:
             self._give_up("the file ends inside a record")
 
@@ -55,17 +55,17 @@ class Frames:
         self._ready.append((Damaged(f"the file is damaged ({why}); its rest is skipped"), REST))
 
     def take(self, count: int) -> tuple[list[bytes], list[int]]:
-        """At most so many records, and the offset behind each; a damaged one comes alone."""
+        """Take at most ``count`` records, and the offset of each one's end; a damaged record is returned alone."""
         records: list[bytes] = []
-        behind: list[int] = []
+        ends: list[int] = []
         while self._ready and len(records) < count:
             damaged = isinstance(self._ready[0][0], Damaged)
             if damaged and records:
                 break
             record, end = self._ready.popleft()
             records.append(record)
-            behind.append(end)
+            ends.append(end)
             if damaged:
                 break
-        self.offset = behind[-1]
-        return records, behind
+        self.offset = ends[-1]
+        return records, ends

@@ -1,4 +1,4 @@
-"""A directory in which files appear and grow, read record by record in the order of their names."""
+"""A directory in which files appear and grow, read record by record in the order of file names."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _WRITTEN = re.compile(r"part-(\d{8})\.txt")
 
 class Folder:
     """The files of a growing directory, by name. A file is finished when one with a later name exists, so files must
-    appear in the order of their names; one that comes too late is counted (``stream_late_files_total``) and not read.
+    appear in the order of their names; one that appears too late is counted (``stream_late_files_total``) and not read.
 
-    Names that begin with ``.`` or ``_``, or end with ``.tmp``, are left out: write under such a name and rename.
+    Names that begin with ``.`` or ``_``, or end with ``.tmp``, are ignored: write under such a name, then rename.
     """
 
     def __init__(self, address: Address, *, rank: int = 0, world: int = 1) -> None:
@@ -41,10 +41,10 @@ class Folder:
         self._known: set[str] = set()
         self._listed_s = float("-inf")
         if not os.path.isdir(self.path):
-            raise ConfigError(f"{address}: there is no directory {self.path!r}; make it, or correct the address")
+            raise ConfigError(f"{address}: there is no directory {self.path!r}; create it, or correct the address")
 
     def refresh(self, current: str | None, *, force: bool = False) -> None:
-        """Lists the directory again, if that was not done just now."""
+        """List the directory again, unless that was just done."""
         now = time.monotonic()
         if not force and now - self._listed_s < _LIST_S:
             return
@@ -67,7 +67,7 @@ class Folder:
         return self._share[1] == 1 or crc32(name.encode()) % self._share[1] == self._share[0]
 
     def after(self, current: str | None) -> str | None:
-        """The next file; None if there is none yet."""
+        """Return the next file; None if there is none yet."""
         return next((name for name in self.names if current is None or name > current), None)
 
     def full(self, name: str) -> str:
@@ -75,7 +75,7 @@ class Folder:
 
 
 class Offsets(Sequence[Any]):
-    """The positions of neighbouring lines of a file, each made when it is asked for."""
+    """The positions of consecutive lines of a file, each created on access."""
 
     def __init__(self, name: str | None, offsets: Sequence[int]) -> None:
         self._name, self._offsets = name, offsets
@@ -90,7 +90,7 @@ class Offsets(Sequence[Any]):
 
 
 class Tail:
-    """A file that may still grow, cut into records; its offset is in what is unpacked where the file is gzip."""
+    """A file that can still grow, cut into records; offsets in a gzip file are those of the decompressed bytes."""
 
     def __init__(self, path: str, cut: Lines | Frames) -> None:
         self._path, self._cut = path, cut
@@ -106,7 +106,7 @@ class Tail:
         return self._cut.offset
 
     def read(self) -> bool:
-        """Reads on; whether there was anything."""
+        """Read more; return whether there was anything."""
         if self._file is None:
             if not os.path.exists(self._path) or self._cut.offset >= REST:
                 return False
@@ -118,7 +118,7 @@ class Tail:
         return bool(block)
 
     def waits(self) -> bool:
-        """Whether something in it was not taken yet."""
+        """Whether it has data that was not taken yet."""
         return os.path.getsize(self._path) > self._cut.offset
 
     def close(self) -> None:
@@ -128,11 +128,11 @@ class Tail:
 
 
 class GrowingReader:
-    """A position is ``[file, offset]``, of bytes, or of rows where the files are Parquet.
+    """Reads a growing directory. A position is ``[file, offset]``, in bytes, or in rows for Parquet files.
 
     Args:
-        framing: what the files are: ``lines``, ``records`` (TFRecord) or ``parquet``.
-        columns: of Parquet, those that are read.
+        framing: the kind of files: ``lines``, ``records`` (TFRecord) or ``parquet``.
+        columns: the columns of Parquet files to read.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class GrowingReader:
             raise DataError(f"{self._address}: a position must be [file, offset], got {given!r}") from None
         self._enter(name, offset)
         if name is not None and offset and name not in self._folder.names:
-            log.warning("%s: %s was deleted; reading goes on with the next file", self._address, name)
+            log.warning("%s: %s was deleted; continuing with the next file", self._address, name)
 
     def _enter(self, name: str | None, offset: int) -> None:
         self.close()
@@ -204,7 +204,7 @@ class GrowingReader:
         return [Chunk(self._partition, records, Offsets(name, offsets))]
 
     def _read(self) -> bool:
-        """Reads on; whether there was anything."""
+        """Read more; return whether there was anything."""
         if self._part is not None and self._part.read():
             return True
         self._folder.refresh(self._current)
@@ -227,7 +227,7 @@ class GrowingReader:
         return None
 
     def lag(self) -> Lag:
-        """In seconds: how long ago the file that is read was last written to, if something in it or after it waits."""
+        """Return, as seconds, the time since the current file was written to, if it or a later file has unread data."""
         self._folder.refresh(self._current)
         following = self._folder.after(self._current)
         try:
@@ -246,22 +246,22 @@ class GrowingReader:
 
 
 class GrowingWriter:
-    """Appends lines to files ``part-00000000.txt`` … of about 64 MiB each; an `append` is on disk when it returns.
+    """Appends lines to files ``part-00000000.txt`` … of about 64 MiB each; data is on disk when `append` returns.
 
     Raises:
-        ConfigError: the folder has files of somebody else, so that lines would come out of order.
+        ConfigError: the folder contains other files, so lines could be read out of order.
     """
 
     def __init__(self, address: Address) -> None:
         self._address = address
         os.makedirs(address.name, exist_ok=True)
-        self._counts: dict[str, tuple[int, int]] = {}  # bytes of a file -> its lines
+        self._counts: dict[str, tuple[int, int]] = {}  # file -> its size in bytes and its lines
         names = self._names()
         for name in names:
             if not _WRITTEN.fullmatch(name):
                 raise ConfigError(
-                    f"{address}: a folder that is written to must have no files but part-00000000.txt and the like, "
-                    f"got {name!r}; name an empty folder"
+                    f"{address}: an output folder must contain only files such as part-00000000.txt, got {name!r}; "
+                    "name an empty folder"
                 )
         self._name = names[-1] if names else "part-00000000.txt"
         path = os.path.join(address.name, self._name)
@@ -272,7 +272,7 @@ class GrowingWriter:
         return sorted(name for name in os.listdir(self._address.name) if name[0] not in "._")
 
     def _cut_torn_line(self) -> None:
-        """Removes a line without an end, which a writer that was killed left."""
+        """Remove an unterminated line left by a writer that was killed."""
         size = self._file.seek(0, os.SEEK_END)
         keep = size
         while keep:
@@ -287,7 +287,7 @@ class GrowingWriter:
 
     def append(self, records: Sequence[bytes], *, partition: str | None = None, at: int | None = None) -> None:
         if any(b"\n" in record for record in records):
-            raise ConfigError(f"{self._address}: a record in a file of lines must not have a newline in it")
+            raise ConfigError(f"{self._address}: a record in a file of lines must not contain a newline")
         if at is not None:
             records = remaining(self._address, records, at, self.written())
         if not records:
@@ -305,7 +305,7 @@ class GrowingWriter:
             self._counts[self._name] = (self._file.tell(), known[1] + len(records))
 
     def written(self, partition: str | None = None) -> int:
-        """Counts the newlines of all files; those of a file that has the size that it had once."""
+        """Count the newlines of all files; counts of files whose size has not changed are reused."""
         total = 0
         for name in self._names():
             path = os.path.join(self._address.name, name)

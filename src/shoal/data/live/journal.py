@@ -1,4 +1,4 @@
-"""`Journal`: which records made which batch, so that a run that was killed cuts a stream as it did before."""
+"""`Journal`: which records made which batch, so that a resumed run makes the same batches as before."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 from shoal.durable import write_whole
 
 Run = tuple[str, str, int, Any]
-"""Source, partition, how many records, and the position behind the last of them."""
+"""Source, partition, number of records, and the position after the last of them."""
 
 
 class Journal:
-    """A file of JSON lines, ``[number of the batch, runs]``. Without a path it remembers nothing.
+    """A file of JSON lines, ``[number of the batch, runs]``. Without a path nothing is recorded.
 
-    A line is handed to the system before its batch is learnt, so it survives the process; after a crash of the machine
-    the last ones may be missing, and the batches from there on are cut anew.
+    A line is written before its batch is learnt, without fsync, so it survives a crash of the process. After a crash of
+    the machine the last lines can be missing, and the batches from there on may differ.
     """
 
     def __init__(self, path: str | None) -> None:
-        self.path = self._path = path
+        self.path = path
         self._file: int | None = None
         self._lines: dict[int, bytes] = {}
         self._forgettable = 0
 
     def load(self, after: int) -> list[tuple[int, list[Run]]]:
-        """The batches behind number ``after``, without a gap; whatever else is in the file is dropped."""
+        """Load the consecutive batches that follow number ``after``; drop everything else in the file."""
         self.close()
         self._lines = {}
-        if self._path is None:
+        if self.path is None:
             return []
         entries: list[tuple[int, list[Run]]] = []
         kept: dict[int, bytes] = {}
@@ -48,15 +48,15 @@ class Journal:
         return entries
 
     def _read(self) -> list[bytes]:
-        assert self._path is not None
-        if not os.path.exists(self._path):
+        assert self.path is not None
+        if not os.path.exists(self.path):
             return []
-        with open(self._path, "rb") as file:
+        with open(self.path, "rb") as file:
             return file.read().split(b"\n")[:-1]
 
     def add(self, number: int, runs: Sequence[Run]) -> None:
-        """Batch ``number`` is made of these."""
-        if self._path is None:
+        """Record the runs that make batch ``number``."""
+        if self.path is None:
             return
         line = json.dumps([number, runs], separators=(",", ":")).encode()
         self._lines[number] = line
@@ -66,28 +66,28 @@ class Journal:
         os.write(self._file, line + b"\n")
 
     def safe(self, number: int) -> None:
-        """A durable checkpoint has everything up to a batch. What the one before it had is forgotten: it may be needed
-        where the newest is damaged."""
+        """Record that a durable checkpoint has everything up to batch ``number``. Batches up to the previous
+        checkpoint are dropped; the later ones stay, in case the newest checkpoint is damaged."""
         upto, self._forgettable = self._forgettable, number
-        if self._path is not None and any(one <= upto for one in self._lines):
+        if self.path is not None and any(one <= upto for one in self._lines):
             self._lines = {one: line for one, line in self._lines.items() if one > upto}
             self._rewrite()
 
     def _rewrite(self) -> None:
         self.close()
-        assert self._path is not None
-        write_whole(self._path, b"".join(line + b"\n" for line in self._lines.values()))
+        assert self.path is not None
+        write_whole(self.path, b"".join(line + b"\n" for line in self._lines.values()))
 
     def _open(self) -> None:
-        assert self._path is not None
-        self._file = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        assert self.path is not None
+        self._file = os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
 
     def remove(self) -> None:
-        """Forgets everything."""
+        """Delete the journal."""
         self.close()
         self._lines = {}
-        if self._path is not None and os.path.exists(self._path):
-            os.unlink(self._path)
+        if self.path is not None and os.path.exists(self.path):
+            os.unlink(self.path)
 
     def close(self) -> None:
         if self._file is not None:

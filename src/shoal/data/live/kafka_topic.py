@@ -1,4 +1,4 @@
-"""Kafka topics: partitions assigned by hand, read from exact offsets."""
+"""Kafka topics: manually assigned partitions, read from exact offsets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _kafka() -> Any:
 
 
 def settings(address: Address) -> dict[str, Any]:
-    """The client's settings: hosts, login, and every option of the address that has a dot in its name."""
+    """Return the client's settings: hosts, login, and every option of the address whose name contains a dot."""
     given: dict[str, Any] = {
         "bootstrap.servers": ",".join(f"{host}:{port}" for host, port in address.hosts),
         "client.id": "shoal",
@@ -41,17 +41,17 @@ def settings(address: Address) -> dict[str, Any]:
 
 
 class KafkaReader:
-    """The partitions of a topic that belong to this rank. A position is the offset of the next record."""
+    """Reads the partitions of a topic that belong to this rank. A position is the offset of the next record."""
 
     def __init__(self, address: Address, *, rank: int = 0, world: int = 1) -> None:
         kafka = _kafka()
         self._kafka, self._address, self._away = kafka, address, Away(address)
         self._group = address.options.get("group")
         self._share = rank, world
-        self._down: Any = None  # the error since all brokers are away
+        self._down: Any = None  # the error while all brokers are unreachable
         self._probed_s = 0.0
         own = {
-            "group.id": self._group or f"shoal-{address.name}",  # the client wants one; without a group it is not used
+            "group.id": self._group or f"shoal-{address.name}",  # the client requires one; unused without a group
             "enable.auto.commit": False, "enable.auto.offset.store": False, "auto.offset.reset": "error",
             "error_cb": self._on_error,
         }  # fmt: skip
@@ -84,7 +84,7 @@ class KafkaReader:
         self._assign()
 
     def poll(self, max_records: int, timeout_s: float) -> list[Chunk]:
-        # `consume` waits until it has all of them, so the first one is waited for by itself.
+        # `consume` would wait for all of these records, so wait only for the first.
         first = self._consumer.poll(timeout_s)
         if first is None:
             self._check_down()
@@ -115,7 +115,7 @@ class KafkaReader:
         try:
             self._consumer.commit(offsets=offsets, asynchronous=False)
         except self._kafka.KafkaException as error:
-            log.warning("%s: offsets could not be committed (%s); tried again later", self._address, error)
+            log.warning("%s: offsets could not be committed (%s); retrying later", self._address, error)
 
     def lag(self) -> Lag:
         records = 0
@@ -140,12 +140,12 @@ class KafkaReader:
         positions = [one.offset() + 1 for one in messages]
         self._next[partition] = positions[-1]
         records = [one.value() for one in messages]
-        if None in records:  # of a compacted topic: the key was deleted
+        if None in records:  # deleted keys of a compacted topic
             records = [b"" if one is None else one for one in records]
         return Chunk(str(partition), records, positions)
 
     def _without_errors(self, messages: list[Any]) -> list[Any]:
-        """Of a poll that also brought errors: the records of the partitions that have none."""
+        """Return the records of a poll that also returned errors; raise if an error is permanent."""
         codes = self._kafka.KafkaError
         reset, good = False, []
         for one in messages:
@@ -156,7 +156,7 @@ class KafkaReader:
                 partition = one.partition()
                 records_lost(
                     self._address,
-                    f"the offset {self._next[partition]} of partition {partition} does not exist any more",
+                    f"the offset {self._next[partition]} of partition {partition} no longer exists",
                 )
                 self._next[partition] = self._marks(partition)[0]
                 reset = True
@@ -164,7 +164,7 @@ class KafkaReader:
                 raise PeerError(f"{self._address}: {error.str()}")
         if reset:
             self._assign()
-            return []  # those that came with it come again
+            return []  # the records that came with it will be read again
         return good
 
     def _on_error(self, error: Any) -> None:
@@ -199,7 +199,7 @@ class KafkaReader:
         self._consumer.assign([self._at(partition, offset) for partition, offset in self._next.items()])
 
     def _ask(self, question: Any) -> Any:
-        """What a call answers, however often it has to be made."""
+        """Repeat a call until it succeeds; return its answer."""
         while True:
             try:
                 answer = question()
@@ -222,7 +222,7 @@ class KafkaReader:
         return self._ask(ask)
 
     def _chosen(self, there: list[int]) -> list[int]:
-        """The partitions that the address names, all unless it does."""
+        """Return the partitions that the address names, by default all."""
         if (chosen := self._address.options.get("partitions")) is not None:
             try:
                 wanted = sorted({int(one) for one in chosen.split(",")})
@@ -234,7 +234,7 @@ class KafkaReader:
             there = wanted
         if len(there) < self._share[1]:
             raise ConfigError(
-                f"{self._address}: each rank needs a partition of its own, got {len(there)} partitions for "
+                f"{self._address}: each rank needs its own partition, got {len(there)} partitions for "
                 f"{self._share[1]} ranks"
             )
         return there
@@ -243,17 +243,17 @@ class KafkaReader:
         return self._ask(lambda: self._consumer.get_watermark_offsets(self._at(partition), timeout=_ASK_S))
 
     def _kept(self, partition: int, offset: int) -> int:
-        """An offset that is there to be read from."""
+        """Return the offset itself if it still exists, else the oldest one that does."""
         low, high = self._marks(partition)
         if low <= offset <= high:
             return offset
-        what = "were deleted before they were read" if offset < low else "are not there: it is another topic"
+        what = "were deleted before they were read" if offset < low else "do not exist: it is another topic"
         first, last = (offset, low) if offset < low else (high, offset)
         records_lost(self._address, f"the records {first} to {last - 1} of partition {partition} {what}")
         return low
 
     def _starts(self, partitions: list[int]) -> dict[int, int]:
-        """Where partitions without a position begin: at what the group committed, else where the address says."""
+        """Return where partitions without a position begin: at the group's committed offset, else at ``from``."""
         starts: dict[int, int] = {}
         if self._group is not None and partitions:
             asked = [self._at(one) for one in partitions]
@@ -273,12 +273,12 @@ class KafkaReader:
         return starts
 
     def _offset_of_time(self, partition: int, at_ms: int, low: int, high: int) -> int:
-        """The offset of the first record that was produced at a time or later; ``high`` where there is none."""
+        """Return the offset of the first record produced at a time or later; ``high`` if there is none."""
         asked = [self._at(partition, at_ms)]
         (found,) = self._ask(lambda: self._consumer.offsets_for_times(asked, timeout=_ASK_S))
         if found.offset >= 0:
             return found.offset
-        # None is that new, or the broker keeps no index of times: the newest record tells, and records can be searched.
+        # No record is that new, or the broker has no index of times: check the newest record, then search.
         with closing(self._kafka.Consumer(self._settings | {"enable.partition.eof": True})) as consumer:
             if low == high or (self._produced_ms(consumer, partition, high - 1) or 0) < at_ms:
                 return high
@@ -291,9 +291,9 @@ class KafkaReader:
         return low
 
     def _produced_ms(self, consumer: Any, partition: int, offset: int) -> int | None:
-        """When the record at an offset, or the first one behind it, was produced; None at the end.
+        """Return when the record at an offset, or the first one after it, was produced; None at the end.
 
-        The last offsets may be those of no record: a transaction's end, or what was compacted.
+        The last offsets may have no records: the end of a transaction, or compacted records.
         """
         codes = self._kafka.KafkaError
         consumer.assign([self._at(partition, offset)])
@@ -309,7 +309,7 @@ class KafkaReader:
 
 
 class KafkaWriter:
-    """Produces records, to all in-sync replicas, in order and without duplicates within one writer's life."""
+    """Produces records to all in-sync replicas, in order; a writer never duplicates its own records."""
 
     def __init__(self, address: Address) -> None:
         self._kafka, self._address, self._away = _kafka(), address, Away(address)
@@ -330,7 +330,7 @@ class KafkaWriter:
             self._produce(records, partition)
             return
         if partition is None:
-            raise ConfigError(f"{self._address}: append needs a partition where it is told the number of records")
+            raise ConfigError(f"{self._address}: append with a number of records needs a partition")
         while rest := remaining(self._address, records, at, self.written(partition)):
             try:
                 self._produce(rest, partition)

@@ -1,4 +1,4 @@
-"""Bytes that arrive in blocks, as lines with the offset behind each."""
+"""Cuts bytes that arrive in blocks into lines, each with the offset of its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_LINE = 1 << 28
 
 
 class Lines:
-    """The whole lines of what was added, without their newlines; ``offset`` is where the first one that was not taken
+    """The complete lines in the bytes added so far, without newlines; ``offset`` is where the first line not taken
     begins."""
 
     def __init__(self, offset: int = 0) -> None:
@@ -23,16 +23,10 @@ class Lines:
     def __bool__(self) -> bool:
         return bool(self._ready)
 
-    @property
-    def end(self) -> int:
-        """The offset behind everything that was added."""
-        return self.offset + sum(len(line) + 1 for line in self._ready) + self._rest_bytes
-
     def add(self, block: bytes) -> None:
         cut = block.rfind(b"\n")
         if cut >= 0:
-            whole = b"".join((*self._rest, block[:cut]))
-            self._ready.extend(whole.split(b"\n"))
+            self._ready.extend(b"".join((*self._rest, block[:cut])).split(b"\n"))
             block = block[cut + 1 :]
             self._rest, self._rest_bytes = [], 0
         if block:
@@ -42,18 +36,18 @@ class Lines:
                 raise DataError(f"a line must have at most {_MAX_LINE} bytes; is it text?")
 
     def finish(self) -> None:
-        """What was added ends here: the last line needs no newline."""
+        """Mark the end of the input; the last line needs no newline."""
         if self._rest:
             self._ready.append(b"".join(self._rest))
             self._rest, self._rest_bytes = [], 0
 
     def take(self, count: int) -> tuple[list[bytes], list[int]]:
-        """At most so many lines, and the offset behind each."""
+        """Take at most ``count`` lines, and the offset of each one's end."""
         if count >= len(self._ready):
             lines = list(self._ready)
             self._ready.clear()
         else:
             lines = [self._ready.popleft() for _ in range(count)]
-        behind = list(accumulate((len(line) + 1 for line in lines), initial=self.offset))
-        self.offset = behind[-1]
-        return lines, behind[1:]
+        ends = list(accumulate((len(line) + 1 for line in lines), initial=self.offset))
+        self.offset = ends[-1]
+        return lines, ends[1:]

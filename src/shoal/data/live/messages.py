@@ -1,4 +1,4 @@
-"""Messages into samples, with the formats that files have; those that cannot be read go to a dead-letter file."""
+"""Decodes messages to samples with the formats of files; unreadable messages go to a dead-letter file."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from shoal.data.text import TextFormat
 from shoal.errors import ConfigError
 
 Decode = Callable[[Sequence[bytes]], tuple[Samples, list[tuple[int, str]]]]
-"""The samples of some messages in order, and (number, why) of those that cannot be read."""
+"""Takes messages; returns their samples in order, and (number, reason) of those that cannot be read."""
 
 
 def decoder(form: Any, name: str) -> Decode:
-    """What reads messages of a format.
+    """Return the decoder for messages of a format.
 
     Raises:
-        ConfigError: a message cannot hold that format, or the format needs to know the columns.
+        ConfigError: messages cannot have this format, or the format needs ``columns``.
     """
     if isinstance(form, JsonFormat | RecordFormat):
         return form.decode
     if isinstance(form, ParquetFormat):
         return RowMessages(form)
     if not isinstance(form, TextFormat):
-        raise ConfigError(f'[data] format = "{name}" is of files; messages are json, csv, tsv, criteo or tfrecord')
+        raise ConfigError(f'[data] format of messages must be json, csv, tsv, criteo or tfrecord, got "{name}"')
     if form.columns is None:
         raise ConfigError(
             f'[data] format = "{name}": messages have no header, so set columns = ["…", …] in their order'
@@ -40,14 +40,14 @@ def decoder(form: Any, name: str) -> Decode:
 
 
 def framing_of(form: Any) -> tuple[str, Sequence[str]]:
-    """What the files of a growing directory are that hold messages of a format, and the columns that are read."""
+    """Return the framing of a growing directory's files with messages of a format, and the columns to read."""
     if isinstance(form, ParquetFormat):
         return "parquet", list(dict.fromkeys(form.columns()))
     return "records" if isinstance(form, RecordFormat) else "lines", ()
 
 
 class RowMessages:
-    """Rows of Parquet files."""
+    """Decodes rows of Parquet files."""
 
     def __init__(self, form: ParquetFormat) -> None:
         self._form = form
@@ -65,7 +65,7 @@ class RowMessages:
             try:
                 samples, wrong = table_samples(self._form, table, path)
                 parts.append(samples)
-            except ConfigError as error:  # a column of another type
+            except ConfigError as error:  # a column has the wrong type
                 wrong = [(row, str(error)) for row in range(table.num_rows)]
             bad += [(at + row, why) for row, why in wrong]
             at += table.num_rows
@@ -73,7 +73,7 @@ class RowMessages:
 
 
 class TextMessages:
-    """One line per message."""
+    """Decodes messages of one line each."""
 
     def __init__(self, form: TextFormat) -> None:
         assert form.columns is not None
@@ -86,7 +86,7 @@ class TextMessages:
     def __call__(self, payloads: Sequence[bytes]) -> tuple[Samples, list[tuple[int, str]]]:
         text = b"\n".join(payloads)
         block = self._parse(text)
-        # An empty message gives neither a row nor a bad one, and a newline or an open quote shifts those behind it.
+        # An empty message gives neither a row nor a bad row; a newline or an open quote shifts the messages after it.
         if block.lines == len(payloads) and block.rows + len(block.bad) == block.lines:
             return from_block(block, *self._shape, **self._options), [(line, why) for line, _, why in block.bad]
         parts, bad = [Samples.empty(*self._shape, **self._options)], []
@@ -105,15 +105,15 @@ class TextMessages:
 
 
 class DeadLetters:
-    """A file of JSON lines with the messages that could not be read: source, partition, position, why, and the message
-    as ``text`` or, where it is not UTF-8, as ``base64``. Without a path they are only counted."""
+    """A file of JSON lines with the messages that could not be read: source, partition, position, reason, and the
+    message as ``text`` or, if it is not UTF-8, as ``base64``. Without a path they are only counted."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
         self._file: int | None = None
 
     def open(self, size: int) -> None:
-        """Goes on behind the first ``size`` bytes: what came after them is read, and written, again."""
+        """Truncate the file to ``size`` bytes: later messages are read, and written, again."""
         if self._path is None:
             return
         self.close()
@@ -122,7 +122,7 @@ class DeadLetters:
             os.ftruncate(self._file, size)
 
     def write(self, **letter: Any) -> int:
-        """Adds one; the bytes that it takes."""
+        """Append a message; return the bytes written."""
         if self._file is None:
             return 0
         message = letter.pop("message")

@@ -1,7 +1,7 @@
-"""Positions as numbers: records of a partition that have a name which is the same whoever reads them.
+"""Positions as numbers, which name a partition's records in the same way for every reader.
 
-Where several trainers share parameter servers, an update of rows is named by the partition that its records are of and
-the number of the last one, so that servers apply it once (`shoal.sharded.PsClient.name_writes`).
+When several trainers share parameter servers, an update of rows is named by its records' partition and the number of
+the last record, so that servers apply it once (`shoal.sharded.PsClient.name_writes`).
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ _SEQUENCE_BITS = 20
 
 
 class Servers(Protocol):
-    """What is asked of those who keep rows, and remember which records they have learnt: a `PsClient`."""
+    """The servers that keep rows and remember which records they have learnt; implemented by `PsClient`."""
 
     def learnt(self, partitions: Sequence[str]) -> Mapping[str, Sequence[int]]:
-        """Up to which record each shard has learnt partitions, 0 where it has not."""
+        """The last record that each shard has learnt, by partition; 0 for none."""
         ...
 
     def begin_records(self, partition: str, number: int) -> None:
-        """Says that a partition is learnt from behind this record on, where nothing is known of it."""
+        """Tell servers that have not learnt a partition that learning begins after record ``number``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """How partitions and positions of an address are named."""
+    """The names of an address's partitions, and the numbers of its positions."""
 
     address: Address
     number: Callable[[Any], int]
-    """A position -> a number that rises with it, 0 before the first record."""
+    """Position -> a number that rises with it, 0 before the first record."""
     position: Callable[[int], Any]
 
     def name(self, partition: str) -> str:
@@ -42,7 +42,7 @@ class Numbering:
 
 
 def numbering_of(address: Address) -> Numbering | None:
-    """How the positions of an address are numbered; None where they cannot be."""
+    """The numbering of an address's positions; None if they cannot be numbered."""
     if address.scheme == "kafka":
         return Numbering(address, int, int)
     if address.scheme in ("redis", "rediss"):
@@ -51,7 +51,7 @@ def numbering_of(address: Address) -> Numbering | None:
 
 
 def _redis_number(entry: Any) -> int:
-    """Milliseconds and, in the lowest bits, the sequence number within them."""
+    """Combine milliseconds with the sequence number, which is in the lowest bits."""
     millis, _, sequence = str(entry).partition("-")
     if int(sequence or 0) >> _SEQUENCE_BITS or int(millis) >> (63 - _SEQUENCE_BITS):
         raise DataError(
@@ -66,23 +66,23 @@ def _redis_id(number: int) -> str:
 
 
 class Start(NamedTuple):
-    """Where reading of a partition begins, and the numbers at which batches must end since a shard has learnt up to
-    there."""
+    """Where reading of a partition begins, and the numbers at which batches must end because a shard has learnt
+    exactly up to there."""
 
     number: int
     cuts: tuple[int, ...] = ()
 
 
 def start_of(kept: int | None, learnt: Sequence[int], made: Iterable[int]) -> Start | None:
-    """Where a trainer begins to read a partition; None where it continues from its checkpoint, with its journal.
+    """Return where a trainer begins to read a partition; None if it continues from its checkpoint with its journal.
 
     Args:
-        kept: its checkpoint's position; None where that has none.
-        learnt: up to where each shard has learnt the partition, by anybody; 0 where it knows nothing of it.
-        made: where the batches end that it has made since the checkpoint, and will make again as they were.
+        kept: its checkpoint's position; None if the checkpoint has none.
+        learnt: up to where each shard has learnt the partition, from any trainer; 0 for nothing.
+        made: the ends of the batches since the checkpoint, which will be made again in the same way.
 
-    >>> start_of(100, [140, 120], [120, 140])  # it was killed: the same batches again, which shards leave out
-    >>> start_of(100, [500, 480], [120, 140])  # another trainer had the partition meanwhile
+    >>> start_of(100, [140, 120], [120, 140])  # it was killed: make the same batches again, which shards skip
+    >>> start_of(100, [500, 480], [120, 140])  # another trainer has learnt the partition meanwhile
     Start(number=480, cuts=(500,))
     >>> start_of(None, [0, 0], [])  # nobody has learnt it
     """
@@ -93,7 +93,7 @@ def start_of(kept: int | None, learnt: Sequence[int], made: Iterable[int]) -> St
 
 
 Journal = Sequence[tuple[int, Sequence[tuple[str, str, int, Any]]]]
-"""The batches since the checkpoint: number, and (source, partition, records, position behind the last) of each."""
+"""The batches since the checkpoint: number, and (source, partition, records, position after the last) of each."""
 
 
 def where_to_begin(
@@ -103,14 +103,14 @@ def where_to_begin(
     journal: Journal,
     servers: Servers,
 ) -> tuple[dict[tuple[str, str], Start | None], bool]:
-    """(source, partition) -> where to begin, None for where it is; and whether the journal holds.
+    """Return (source, partition) -> where to begin (None: at its current position), and whether the journal is valid.
 
-    It holds where all that servers have learnt since the checkpoint are batches in it. Otherwise another trainer has
-    learnt records meanwhile, and all partitions begin where they were learnt to.
+    It is valid if everything that servers have learnt since the checkpoint is a batch in it. Otherwise another trainer
+    has learnt records meanwhile, and all partitions begin where the servers' learning ended.
 
     Args:
-        here: source -> partition -> position, of what is read here.
-        kept: the same, as the checkpoint has it.
+        here: source -> partition -> current position of this reader.
+        kept: the same, from the checkpoint.
     """
     runs = [run for _, of_batch in journal for run in of_batch]
     own = [(source, partition) for source, partitions in here.items() for partition in partitions]
@@ -123,10 +123,10 @@ def where_to_begin(
         made = {number(last) for source, partition, _, last in runs if (source, partition) == each}
         position = (kept.get(each[0]) or {}).get(each[1])
         starts[each] = start_of(None if position is None or not ours else number(position), learnt[name], made)
-    holds = ours and not any(starts.values())
-    if not holds:
+    valid = ours and not any(starts.values())
+    if not valid:
         for each, name in names.items():
             at = numberings[each[0]].number(here[each[0]][each[1]])
             found = start_of(None, learnt[name], ())
             starts[each] = found if found is not None and (found.cuts or found.number > at) else None
-    return starts, holds
+    return starts, valid

@@ -1,4 +1,4 @@
-"""Addresses to readers and writers."""
+"""Opens readers and writers by address."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def open_reader(
     framing: str = "lines",
     columns: Sequence[str] = (),
 ) -> Reader:
-    """A reader of an address at ``positions``, or where the address says that it begins.
+    """Open a reader of an address at ``positions``, or where the address says to begin.
 
     Args:
-        rank: of ``world`` processes that share the work: each reads partitions of its own. A Redis stream is one
-            partition, which is shared by a ``group``.
-        framing: what the files of a growing directory are: ``lines``, ``records`` (TFRecord frames) or ``parquet``,
-            whose rows are read as JSON objects, or quicker as `shoal.data.live.rows.Rows`.
-        columns: of Parquet files, those that are read.
+        rank: this process among the ``world`` processes that share the work; each reads its own partitions. A Redis
+            stream is one partition, which processes share through a ``group``.
+        framing: the kind of files in a growing directory: ``lines``, ``records`` (TFRecord frames) or ``parquet``,
+            whose rows are read as JSON objects, or faster as `shoal.data.live.rows.Rows`.
+        columns: the columns of Parquet files to read.
     """
     one = parse_address(address) if isinstance(address, str) else address
     made: Reader
@@ -46,13 +46,13 @@ def open_reader(
         from shoal.data.joining.reader import join
 
         if world > 1:
-            raise ConfigError(f"{one}: a join is read by one process, got {world} ranks; run `shoal join` for several")
+            raise ConfigError(f"{one}: a join must have one reader, got {world} ranks; run `shoal join` for several")
         made = join(one.name)
     else:
         from shoal.data.live.standard_input import StdinReader
 
         if world > 1:
-            raise ConfigError(f"standard input is read by one process, got {world} ranks")
+            raise ConfigError(f"standard input must have one reader, got {world} ranks")
         made = StdinReader()
     try:
         made.open(positions)
@@ -63,7 +63,7 @@ def open_reader(
 
 
 def open_writer(address: str | Address) -> Writer:
-    """What appends to an address."""
+    """Open a writer that appends to an address."""
     one = parse_address(address) if isinstance(address, str) else address
     if one.scheme in ("redis", "rediss"):
         from shoal.data.live.redis_stream import RedisWriter

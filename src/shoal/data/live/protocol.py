@@ -1,4 +1,4 @@
-"""What every live source can do: read records from exact positions, say how far behind it is, and append records."""
+"""The interface of live sources: read records from exact positions, report the lag, and append records."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Position = Any
-"""JSON values. ``Reader.open({partition: position})`` reads on behind the record that the position belongs to."""
+"""A JSON value. ``Reader.open({partition: position})`` continues after the record that has this position."""
 
 
 class Damaged(bytes):
-    """A place of a source that cannot be read, in a `Chunk` of its own; as bytes it says why."""
+    """An unreadable part of a source, alone in its `Chunk`; its bytes are the reason."""
 
     why: str
 
@@ -23,19 +23,19 @@ class Damaged(bytes):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Neighbouring records of one partition, in its order."""
+    """Consecutive records of one partition."""
 
     partition: str
     records: Sequence[bytes]
     positions: Sequence[Position]
-    """One per record: where reading continues after it."""
+    """One per record: where reading continues after that record."""
 
     def __len__(self) -> int:
         return len(self.records)
 
     @property
     def damaged(self) -> str:
-        """Why it cannot be read, "" where it can."""
+        """Why the chunk cannot be read; "" if it can."""
         first = self.records[0] if len(self.positions) == 1 and isinstance(self.records, list) else None
         return first.why if isinstance(first, Damaged) else ""
 
@@ -46,43 +46,43 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """How far a reader is behind the end of its partitions; None where the source cannot tell."""
+    """How far a reader is behind the end of its partitions; None if unknown."""
 
     records: int | None = None
     seconds: float | None = None
-    """The age of the last record that was read, 0 for a reader at the end."""
+    """The age of the last record read; 0 for a reader at the end."""
 
 
 class Reader(Protocol):
     """Reads the partitions of one address that belong to this process. Used by one thread at a time.
 
-    Records are handed out in the order of their partition, each once. A source that is away is waited for: `poll`
-    returns nothing meanwhile, and raises `shoal.errors.PeerError` once it was away for longer than the address's
+    Records are returned in the order of their partition, each once. While a source is unreachable, `poll` returns
+    nothing; it raises `shoal.errors.PeerError` once the source has been unreachable for longer than the address's
     ``away_s`` (600 by default).
     """
 
     def open(self, positions: Mapping[str, Position] | None = None) -> None:
-        """Reading begins at these positions; partitions that are not among them begin at the address's ``from``.
+        """Begin reading at these positions; other partitions begin at the address's ``from``.
 
-        May be called again to go elsewhere, also backwards.
+        Can be called again to move to other positions, also backwards.
 
         Raises:
-            DataError: a position does not exist any more, so that records would be lost.
+            DataError: a position no longer exists, so records would be lost.
         """
         ...
 
     def poll(self, max_records: int, timeout_s: float) -> list[Chunk]:
-        """At most ``max_records`` further records, as soon as there are some; nothing after ``timeout_s``."""
+        """Return at most ``max_records`` records, as soon as there are any; an empty list after ``timeout_s``."""
         ...
 
     def positions(self) -> dict[str, Position]:
-        """Where the next `poll` begins, by partition: behind everything that was handed out."""
+        """Return the position of the next `poll` by partition: after everything that was returned."""
         ...
 
     def acknowledge(self, positions: Mapping[str, Position]) -> None:
-        """Tells the source that everything before these positions is safe with us. Without a group it does nothing.
+        """Tell the source that everything before these positions is stored safely. Does nothing without a group.
 
-        An acknowledgement that fails is repeated with the next one; reading does not depend on it.
+        A failed acknowledgement is repeated with the next one; reading does not depend on it.
         """
         ...
 
@@ -90,7 +90,7 @@ class Reader(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether there will never be another record: standard input was closed."""
+        """Whether there will never be another record, as when standard input was closed."""
         ...
 
     def close(self) -> None: ...
@@ -100,22 +100,22 @@ class Writer(Protocol):
     """Appends records to one address. Used by one thread at a time."""
 
     def append(self, records: Sequence[bytes], *, partition: str | None = None, at: int | None = None) -> None:
-        """Returns when all records are stored as safely as the source stores anything.
+        """Append records; return when they are stored as durably as the source can.
 
         Args:
-            partition: of those that readers name; None lets the source choose, where it has several.
-            at: how many records the partition had before these. A writer that is alone there gives it; then records
-                that are stored already are left out, the call waits for a source that is away, and it may be repeated
-                after a crash. Without it a failure raises, and some of the first records may be stored.
+            partition: a partition as readers name it; None lets the source choose among several.
+            at: the number of records in the partition before these, for the partition's only writer. Then records
+                that are stored already are skipped, the call waits for an unreachable source, and it can be repeated
+                after a crash. Without it a failure raises, and some of the first records may have been stored.
 
         Raises:
             PeerError: the source does not answer.
-            DataError: the partition has fewer than ``at`` records, or more than with these: somebody else writes there.
+            DataError: the partition has fewer than ``at`` records, or too many: something else writes to it.
         """
         ...
 
     def written(self, partition: str | None = None) -> int:
-        """How many records were ever appended there, by anybody, also if they were deleted since."""
+        """Return the number of records ever appended, by any writer, including deleted ones."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Redis streams: entries by id, or shared by a consumer group."""
+"""Redis streams, read by id or through a consumer group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.errors import ConfigError, DataError, PeerError, missing_extra
 
 _BEGINNING = "0-0"
 _MAX_SEQUENCE = (1 << 64) - 1
-_BLOCK_S = 1.0  # the longest wait inside of Redis, so that a connection that died is noticed
+_BLOCK_S = 1.0  # the longest blocking call, so that a dead connection is noticed
 _PAUSE_S = 0.1
 _PAGE = 1000
 
@@ -28,7 +28,7 @@ def _redis() -> Any:
 
 
 def connect(address: Address) -> Any:
-    """A client that raises at the first failure: waiting is done here, where it can be counted."""
+    """Make a client that raises at the first failure; this module retries and counts failures itself."""
     redis = _redis()
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -40,7 +40,7 @@ def connect(address: Address) -> Any:
         retry=Retry(NoBackoff(), 0),
     )  # fmt: skip
     for command in ("XREAD", "XREADGROUP", "XINFO STREAM", "XINFO GROUPS", "XINFO CONSUMERS"):
-        client.response_callbacks.pop(command, None)  # they make a dict per entry; the plain lists do
+        client.response_callbacks.pop(command, None)  # they would make a dict per entry
     return client
 
 
@@ -49,7 +49,7 @@ def _one_host(address: Address) -> Any:
 
 
 class _Calls:
-    """Calls Redis, with what went wrong as our errors."""
+    """Calls Redis and converts its errors to Shoal's."""
 
     def __init__(self, address: Address) -> None:
         self.address, self.client, self.away = address, connect(address), Away(address)
@@ -59,7 +59,7 @@ class _Calls:
         self.refused = errors.ResponseError
 
     def once(self, *command: Any) -> Any:
-        """The answer; raises what ``lost`` names if there is none."""
+        """Call once and return the answer; raises one of ``lost`` if there is none."""
         try:
             answer = self.client.execute_command(*command)
         except self._login as error:
@@ -72,7 +72,7 @@ class _Calls:
         return answer
 
     def until(self, *command: Any) -> Any:
-        """The answer, however often that has to be asked."""
+        """Repeat the call until there is an answer."""
         while True:
             try:
                 return self.once(*command)
@@ -81,7 +81,7 @@ class _Calls:
                 time.sleep(_PAUSE_S)
 
     def info(self, *, wait: bool = True) -> dict[str, Any]:
-        """``XINFO STREAM``; empty where there is no such stream yet."""
+        """``XINFO STREAM``; empty if the stream does not exist yet."""
         try:
             answer = (self.until if wait else self.once)("XINFO STREAM", self.address.name)
         except self.refused as error:
@@ -95,21 +95,21 @@ class _Calls:
 
 
 class _Consumer:
-    """What is read under one name: the whole stream, or what a group gives to that name."""
+    """The position of one reader: of the complete stream, or of a group's consumer."""
 
     def __init__(self, name: str, partition: str) -> None:
         self.name, self.partition = name, partition
         self.last = _BEGINNING
         self.pending = False
-        """Whether entries that were delivered before are to be read first."""
+        """Whether entries that were delivered earlier must be read first."""
         self.unacknowledged: deque[str] = deque()
 
 
 class RedisReader:
-    """The entries of a stream behind an id. A position is the id of the last entry.
+    """Reads the entries of a stream after an id. A position is the id of the last entry.
 
-    In a group what each consumer is given is a partition, ``stream@consumer``. Entries that were given to ranks which
-    there are no more, and that those did not finish, are read by those that there are.
+    In a group, the entries delivered to each consumer are a partition, ``stream@consumer``. Unfinished entries of
+    ranks that no longer exist are read by the remaining ranks.
     """
 
     def __init__(self, address: Address, *, rank: int = 0, world: int = 1) -> None:
@@ -124,8 +124,8 @@ class RedisReader:
         self._former: list[_Consumer] = []
         self._field = address.options["field"].encode() if "field" in address.options else None
         if world > 1 and self._group is None:
-            raise ConfigError(f"{address}: a Redis stream is shared by {world} ranks only in a group; add ?group=NAME")
-        self._number: int | None = None  # entries up to the last one, once it is known
+            raise ConfigError(f"{address}: {world} ranks can share a Redis stream only in a group; add ?group=NAME")
+        self._number: int | None = None  # the number of entries up to the last one read, once known
         self._ready: deque[tuple[bytes, list[bytes]]] = deque()
         self._ready_of = self._own
         self.ended = False
@@ -153,7 +153,7 @@ class RedisReader:
         return given
 
     def _without_rank(self) -> list[_Consumer]:
-        """Consumers of ranks beyond those that there are, which have unfinished entries; each is some rank's."""
+        """Return consumers of former ranks with unfinished entries that this rank takes over."""
         found = []
         for one in map(_pairs, self._calls.until("XINFO CONSUMERS", self._key, self._group)):
             name, pending = one["name"].decode(), one["pending"]
@@ -171,7 +171,7 @@ class RedisReader:
             try:
                 self._read(self._ready_of, max_records, max(0.0, left))
             except self._calls.lost as error:
-                self._ready_of.pending = self._group is not None  # an answer that was lost is asked for again
+                self._ready_of.pending = self._group is not None  # read a lost answer's entries again
                 self._calls.away.failed(error)
                 time.sleep(max(0.0, min(_PAUSE_S, left)))
             if not self._ready and time.monotonic() >= deadline:
@@ -248,13 +248,13 @@ class RedisReader:
             except self._calls.refused as error:
                 if not str(error).startswith("NOGROUP"):
                     raise
-                self._make_group(one.last)  # the stream was deleted and made again
+                self._make_group(one.last)  # the stream was deleted and created again
                 return
         entries = answer[0][1] if answer else []
         if one.pending and not entries:
             one.pending = False
         deleted = [each[0] for each in entries if each[1] is None]
-        if deleted:  # given to this consumer before, and gone since
+        if deleted:  # delivered to this consumer earlier, and deleted since
             self._calls.once("XACK", self._key, self._group, *deleted)
         self._ready.extend(each for each in entries if each[1] is not None)
 
@@ -285,11 +285,11 @@ class RedisReader:
         try:
             _id(text, self._address)
         except DataError:
-            raise bad_from(self._address, "the id of an entry behind which to begin") from None
+            raise bad_from(self._address, "the id of the entry to begin after") from None
         return text
 
     def _known_number(self, info: Mapping[str, Any]) -> int | None:
-        """The number of the own consumer's last entry among all that were ever added, where that can be told."""
+        """The number of our last entry among all entries ever added, if known."""
         if not info:
             return 0
         if _id(self._own.last, self._address) >= _id(info["last-generated-id"].decode(), self._address):
@@ -304,8 +304,8 @@ class RedisReader:
         if here > newest:
             records_lost(
                 self._address,
-                f"reading stopped behind the entry {self._own.last}, but the newest of the stream is "
-                f"{newest[0]}-{newest[1]}: it was deleted, or it is another one",
+                f"reading stopped after entry {self._own.last}, but the stream's newest entry is "
+                f"{newest[0]}-{newest[1]}: the stream was deleted or replaced",
             )
             self._own.last = _BEGINNING
         elif (
@@ -313,15 +313,15 @@ class RedisReader:
             and here > (0, 0)
             and not self._calls.until("XRANGE", self._key, self._own.last, self._own.last)
         ):
-            # Trimming removes the oldest entries, so while this one is there, none behind it is missing.
+            # Trimming removes the oldest entries, so while this one exists, none after it is missing.
             records_lost(
                 self._address,
-                f"the entry {self._own.last}, behind which reading stopped, was trimmed, and perhaps others behind it "
-                "that were not read",
+                f"entry {self._own.last}, after which reading stopped, was trimmed, and perhaps later ones that were "
+                "not read",
             )
 
     def _join_group(self, one: _Consumer, given: str | None) -> None:
-        """What a consumer was given before: entries up to the position are learnt, those behind it come again."""
+        """Resume a consumer: acknowledge its entries up to the position; later ones are delivered again."""
         after, done = _BEGINNING, _id(given, self._address) if given is not None else (0, 0)
         head = ("XREADGROUP", "GROUP", self._group, one.name, "COUNT", _PAGE)
         while entries := self._calls.until(*head, "STREAMS", self._key, after)[0][1]:
@@ -334,7 +334,7 @@ class RedisReader:
                 break
         one.unacknowledged.clear()
         one.pending = True
-        one.last = given if given is not None else _BEGINNING  # pending entries are read from the first one on
+        one.last = given if given is not None else _BEGINNING  # read pending entries from the first one
 
     def _make_group(self, first: str) -> None:
         try:
@@ -345,7 +345,7 @@ class RedisReader:
 
 
 class RedisWriter:
-    """Adds entries with one field, ``data`` unless the address names another; ``maxlen`` trims to about that many."""
+    """Adds entries with one field, by default ``data``; the address's ``maxlen`` trims to about that many entries."""
 
     def __init__(self, address: Address) -> None:
         self._calls, self._address = _Calls(address), address

@@ -1,4 +1,4 @@
-"""Parquet files of a growing directory: each is read when it is whole, row by row as far as positions go."""
+"""Parquet files of a growing directory: each is read once it is complete, with a position for every row."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from shoal.data.live.protocol import Damaged
 from shoal.errors import missing_extra
 
 REST_ROW = 1 << 62
-"""The position behind a file that cannot be read."""
+"""The end position of a file that cannot be read."""
 _MAGIC = b"PAR1"
 
 
 class Rows(Sequence[bytes]):
-    """Rows of Arrow tables. As bytes a row is a JSON object; whoever knows tables takes ``parts``.
+    """Rows of Arrow tables. Each item is a row as a JSON object in bytes; ``parts`` are the tables themselves.
 
     Args:
-        parts: (file, table), one after another.
+        parts: (file, table) pairs, in order.
     """
 
     def __init__(self, parts: Sequence[tuple[str, Any]]) -> None:
@@ -49,23 +49,23 @@ class Rows(Sequence[bytes]):
 
 
 class ParquetPart:
-    """A Parquet file, a row group at a time; ``offset`` is the row that the next `take` begins with.
+    """A Parquet file, read a row group at a time; ``offset`` is the first row of the next `take`.
 
-    A file is whole when its footer is there: one that is written in place is waited for until a later file exists.
+    A file is complete when it has a footer. The reader waits for the footer until a later file exists.
     """
 
     def __init__(self, path: str, offset: int, columns: Sequence[str]) -> None:
         self._path, self.offset, self._columns = path, offset, list(columns)
         self._file: Any = None
         self._group = 0
-        self._ready: Any = None  # what was read and not taken yet, a table or Damaged
+        self._ready: Any = None  # read but not taken: a table or Damaged
         self._damaged = offset >= REST_ROW or (offset > 0 and not os.path.exists(path))
 
     def __bool__(self) -> bool:
         return self._ready is not None
 
     def read(self) -> bool:
-        """Reads the next rows, if there are some; whether there were."""
+        """Read the next rows; return whether there were any."""
         if self._damaged or (self._file is None and not self._open()):
             return bool(self)
         skip, metadata = self.offset, self._file.metadata
@@ -86,12 +86,12 @@ class ParquetPart:
         return False
 
     def _open(self) -> bool:
-        if not _looks_whole(self._path):
+        if not _looks_complete(self._path):
             return False
         try:
             self._file = _parquet().ParquetFile(self._path)
         except _broken():
-            return False  # still being written, or damaged: `finish` tells
+            return False  # still being written, or damaged: `finish` decides
         names = self._file.schema_arrow.names
         if missing := [name for name in self._columns if name not in names]:
             self._give_up(f"the file has no column {missing[0]!r}; it has {', '.join(names)}")
@@ -99,15 +99,15 @@ class ParquetPart:
         return True
 
     def finish(self) -> None:
-        """A later file exists, and `read` found nothing since: this one does not change any more."""
+        """Mark the file as final: a later file exists, and `read` has found nothing since."""
         if self._file is None and not self._damaged:
-            self._give_up("the file is not a whole Parquet file")
+            self._give_up("the file is not a complete Parquet file")
 
     def _give_up(self, why: str) -> None:
         self._damaged, self._ready = True, Damaged(why)
 
     def take(self, count: int) -> tuple[Sequence[bytes], Sequence[int]]:
-        """At most so many rows, and the row behind each."""
+        """Take at most ``count`` rows, and the position after each."""
         ready = self._ready
         if isinstance(ready, Damaged):
             self._ready, self.offset = None, REST_ROW
@@ -118,7 +118,7 @@ class ParquetPart:
         return Rows([(self._path, taken)]), range(first + 1, self.offset + 1)
 
     def waits(self) -> bool:
-        """Whether something in it was not taken yet."""
+        """Whether it has rows that were not taken yet."""
         return self._ready is not None or (not self._damaged and (self._file is None or self._unread()))
 
     def _unread(self) -> bool:
@@ -130,7 +130,7 @@ class ParquetPart:
             self._file = None
 
 
-def _looks_whole(path: str) -> bool:
+def _looks_complete(path: str) -> bool:
     try:
         with open(path, "rb") as file:
             if file.seek(0, os.SEEK_END) < 12:

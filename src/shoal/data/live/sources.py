@@ -1,4 +1,4 @@
-"""The sources of a `LiveStream`: where each is, and what was read and is not in a batch yet."""
+"""The sources of a `LiveStream`: the position of each, and the records that are not in a batch yet."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from shoal.errors import ConfigError, DataError
 from shoal.metrics import emit_store
 
 POSITION_FILE = "_positions.json"
-_TURN_S = 0.02  # how long one of several sources is waited for before the next one has its turn
+_TURN_S = 0.02  # how long to wait for one of several sources before trying the next
 
 
 @dataclass(slots=True)
 class Source:
-    """An address that is read, and what was read of it."""
+    """An open address, its positions and its pending records."""
 
     address: Address
     reader: Reader | None = None
     positions: dict[str, Any] = field(default_factory=dict)
-    """Behind the last record that is in a batch."""
+    """The position after the last record that is in a batch, by partition."""
     held: deque[Chunk] = field(default_factory=deque)
-    """What was read and not handed on yet."""
+    """Records that were read and not returned yet."""
 
     @property
     def name(self) -> str:
@@ -37,7 +37,7 @@ class Source:
 
 
 class Sources:
-    """All of them, read in turn."""
+    """All sources of a stream, read in turn."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self.all = [Source(parse_address(one)) for one in addresses]
@@ -49,11 +49,11 @@ class Sources:
         return iter(self.all)
 
     def named(self, name: str) -> Source | None:
-        """The source of a name, if it is open."""
+        """The source with this name, if it is open."""
         return next((one for one in self.all if one.name == name and one.reader is not None), None)
 
     def poll(self, wanted: int, wait_s: float) -> list[tuple[Source, Chunk]]:
-        """At most ``wanted`` further records; whoever has some does not wait for the others."""
+        """Return at most ``wanted`` records; a source with records does not wait for the others."""
         deadline = time.monotonic() + wait_s
         alone = len(self.all) == 1
         found: list[tuple[Source, Chunk]] = []
@@ -74,7 +74,8 @@ class Sources:
             time.sleep(min(_TURN_S, left))
 
     def recorded(self, files: Sequence[str]) -> Mapping[str, Any]:
-        """Where a history ends in the sources, as a file next to its last one tells; addresses with ``from`` know."""
+        """Read the positions at which a history ends from a file next to its last file; not for addresses with
+        ``from``."""
         path = os.path.join(os.path.dirname(files[-1]), POSITION_FILE) if files else ""
         if not os.path.exists(path):
             return {}
@@ -89,7 +90,7 @@ class Sources:
         return {name: positions for name, positions in given.items() if name in own}
 
     def positions(self) -> dict[str, Any]:
-        """Behind the last record of each that is in a batch, by source and partition."""
+        """The position after the last record that is in a batch, by source and partition."""
         return {one.name: dict(one.positions) for one in self.all}
 
     @property
@@ -98,7 +99,7 @@ class Sources:
         return all(one.reader is not None and one.reader.ended for one in self.all)
 
     def lag(self) -> Lag:
-        """Of all together, asked now; each one's goes to the metrics."""
+        """Ask for the current lag of all sources together; each one's lag goes to the metrics."""
         each = []
         for one in self.all:
             assert one.reader is not None
@@ -112,13 +113,13 @@ class Sources:
         return Lag(sum(records) if len(records) == len(each) else None, max(seconds, default=None))
 
     def acknowledge(self, positions: Mapping[str, Any]) -> None:
-        """Tells them what is safe with us."""
+        """Tell the sources what is stored safely."""
         for one in self.all:
             if one.reader is not None and one.name in positions:
                 one.reader.acknowledge(positions[one.name])
 
     def close(self) -> None:
-        """Leaves them."""
+        """Close all sources."""
         for one in self.all:
             if one.reader is not None:
                 one.reader.close()
@@ -126,7 +127,7 @@ class Sources:
 
 
 def take(held: deque[Chunk], partition: str | None, count: int) -> Chunk | None:
-    """At most ``count`` neighbouring records of a partition, or of the first one, out of what is held."""
+    """Remove at most ``count`` consecutive records of a partition (None: the first one's) from ``held``."""
     for place, chunk in enumerate(held):
         if partition is None or chunk.partition == partition:
             if len(chunk) > count:
@@ -139,7 +140,7 @@ def take(held: deque[Chunk], partition: str | None, count: int) -> Chunk | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadMessage(BadRow):
-    """A message that could not be read; ``path`` says where it was."""
+    """A message that could not be read; ``path`` is its source and position."""
 
     def where(self) -> str:
         return self.path

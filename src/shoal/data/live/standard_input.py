@@ -19,7 +19,7 @@ _PARTITION = "stdin"
 
 
 class StdinReader:
-    """A position is a byte offset. A pipe cannot go back: after a restart reading continues with what then arrives."""
+    """Reads standard input. A position is a byte offset. A pipe cannot rewind: a restart reads what follows."""
 
     def __init__(self, file: int | None = None) -> None:
         self._file = sys.stdin.fileno() if file is None else file
@@ -36,7 +36,7 @@ class StdinReader:
         if self._regular:
             os.lseek(self._file, offset, os.SEEK_SET)
         elif offset:
-            log.warning("standard input is a pipe: reading goes on with what arrives now, whatever was read before")
+            log.warning("standard input is a pipe and cannot rewind: continuing with the data that arrives now")
         self._lines = Lines(offset)
         self._closed = False
 

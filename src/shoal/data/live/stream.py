@@ -1,7 +1,7 @@
-"""`LiveStream`: batches from files first and then from sources that never end, resumable to the record.
+"""`LiveStream`: batches from files first and then from unbounded sources, resumable at any record.
 
-A batch closes when it is full, or ``max_wait_s`` after its first record. While nothing is ready an empty batch comes
-every fifth of a second, so that whoever trains can do what is due by the clock.
+A batch closes when it is full, or ``max_wait_s`` after its first record. While nothing is ready, an empty batch comes
+every fifth of a second, so that the training loop can do its timed work.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class LiveStream:
 
     Args:
         sources: addresses (`shoal.data.live.parse_address`); several are read in turn.
-        max_wait_s: how long a batch that is not full waits for more; infinite for batches that are always full.
-        idle_s: the iteration ends when no record came for so long; None: never.
+        max_wait_s: how long a partial batch waits for more records; infinite for full batches only.
+        idle_s: the iteration ends when no record has arrived for this long; None: never.
         dead_letters: a file for messages that cannot be read.
-        journal: a file that remembers which records made which batch, so that a run that resumes makes the same ones.
-        on_bad: is told of each of them.
+        journal: a file that records which records made which batch, so that a resumed run makes the same batches.
+        on_bad: called with each message that cannot be read.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class LiveStream:
         names = self._sources.names
         if self._framing == "parquet" and any(one.address.scheme != "dir" for one in self._sources):
             raise ConfigError(
-                f'[data] message_format = "parquet" is of growing directories (dir:), got {", ".join(names)}; messages '
-                "are json, csv, tsv, criteo or tfrecord"
+                f'[data] message_format = "parquet" needs growing directories (dir:), got {", ".join(names)}; messages '
+                "must be json, csv, tsv, criteo or tfrecord"
             )
         self._letters, self._journal = DeadLetters(dead_letters), Journal(journal)
         self._on_bad = on_bad
@@ -82,54 +82,54 @@ class LiveStream:
         self.state: dict[str, Any] = {
             **(history.state if history is not None else _HEAD), "live": None, "begun": history is None, "letters": 0,
         }  # fmt: skip
-        """From where iteration begins; that of a `Batch` to continue after it. ``live`` has the positions by source."""
+        """Where iteration begins: the state of a `Batch` continues after it. ``live`` has the positions by source."""
         self._last_bad = 0
         self._lag = Lag()
         self._lag_asked_s = float("-inf")
         self._servers: Servers | None = None
         self._queues: ByPartition | None = None
         self.note: Callable[[str], None] = log.info
-        """Is told where reading begins elsewhere than at the checkpoint."""
-        self._safe: Mapping[str, Any] | None = None  # positions that are to be acknowledged
+        """Called with a message if reading does not begin at the checkpoint."""
+        self._safe: Mapping[str, Any] | None = None  # positions to acknowledge
         self._lock = threading.Lock()
 
     def learn_by_partition(self, servers: Servers) -> bool:
-        """From now on each batch has records of one partition, whose name and number it tells (`Batch.records`), and
-        partitions begin where ``servers`` have learnt them to. Returns False if a source has no numbers."""
+        """Make each batch from records of one partition, named in `Batch.records`, and begin each partition where
+        the learning of ``servers`` ended. Returns False if a source's positions cannot be numbered."""
         if all(numbering_of(one.address) is not None for one in self._sources):
             self._servers = servers
         return self._servers is not None
 
     @property
     def epochs(self) -> int:
-        """Passes over the history, and one more for what never ends."""
+        """Passes over the history, plus one for the sources."""
         return 1 + (self.history.epochs if self.history is not None else 0)
 
     @property
     def bad_rows(self) -> int:
-        """Rows and messages that were left out so far."""
+        """Rows and messages skipped so far."""
         return self._last_bad
 
     def total_rows(self) -> float | None:
         return None
 
     def lag(self) -> Lag:
-        """Of all sources together, at most a second old."""
+        """The lag of all sources together, at most a second old."""
         return self._lag
 
     def restart(self, state: Mapping[str, Any]) -> None:
-        """Iteration begins behind the batch that ``state`` is of."""
+        """Begin the next iteration after the batch that has this state."""
         state = {**LATER, **state}
         missing = sorted(self.state.keys() - state.keys())
         if missing:
-            raise DataError(f"the state of a stream lacks {', '.join(missing)}")
+            raise DataError(f"the state of a stream must have {', '.join(missing)}; they are missing")
         self.state = {name: state[name] for name in self.state}
         if self.history is not None and not state["begun"]:
             self.history.restart(state)
 
     def dealt(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The state from which this rank continues, where ``states`` are those of all ranks of a run, by rank; see
-        `Stream.dealt`. What each of more or fewer ranks made its batches of is forgotten, since they make others."""
+        """The state from which this rank continues, given the ``states`` of all ranks of a run, by rank; see
+        `Stream.dealt`. If the number of ranks has changed, the journal is dropped, because batches will differ."""
         rank, world = self._share
         if len(states) == world:
             return {**LATER, **states[rank]}
@@ -144,21 +144,21 @@ class LiveStream:
         else:
             totals = {name: sum(one[name] for one in states) if rank == 0 else 0 for name in ("rows", "bad")}
             state = {**LATER, **states[0], **totals}
-        for name in ("writes", "writer"):  # those of another rank
+        for name in ("writes", "writer"):  # they belong to another rank
             state.pop(name, None)
         return {**state, "live": live or None, "begun": begun, "letters": 0}
 
     def acknowledge(self, state: Mapping[str, Any]) -> None:
-        """What was read up to ``state`` is in a durable checkpoint: sources are told so, by the thread that reads."""
+        """Record that a durable checkpoint has everything up to ``state``; the reading thread acknowledges it."""
         with self._lock:
             self._safe = state
 
     def forget(self) -> None:
-        """Removes the journal of a run that is not resumed."""
+        """Remove the journal of a run that is not resumed."""
         self._journal.remove()
 
     def close(self) -> None:
-        """Tells sources what is still to be acknowledged, and leaves them. Nobody may be iterating."""
+        """Send the last acknowledgements and close the sources. No iteration may be running."""
         self._acknowledge()
         self._sources.close()
         self._letters.close()
@@ -195,11 +195,11 @@ class LiveStream:
         state["live"] = self._sources.positions()
 
     def _go_to_learnt(self, servers: Servers, given: Mapping[str, Any], window: int) -> None:
-        """Begins each partition where servers have learnt it to, unless batches since the checkpoint are made again."""
+        """Begin each partition where the servers' learning ended, unless the batches of the journal are repeated."""
         here = {one.name: one.positions for one in self._sources}
         numberings = {one.name: self._numbering(one) for one in self._sources}
-        starts, journal_holds = where_to_begin(here, given, numberings, self._journal.load(window), servers)
-        if not journal_holds:
+        starts, journal_valid = where_to_begin(here, given, numberings, self._journal.load(window), servers)
+        if not journal_valid:
             self._journal.remove()
         self._queues = ByPartition(self.batch_size, self.max_wait_s)
         for one in self._sources:
@@ -220,7 +220,7 @@ class LiveStream:
     @staticmethod
     def _numbering(one: Source) -> Numbering:
         found = numbering_of(one.address)
-        assert found is not None  # `learn_by_partition` has looked
+        assert found is not None  # checked by `learn_by_partition`
         return found
 
     def _of_history(self, state: dict[str, Any]) -> Iterator[Batch]:
@@ -229,8 +229,8 @@ class LiveStream:
             state |= batch.state
             self._last_bad = state["bad"]
             yield Batch(samples=batch.samples, state=dict(state))
-        state["bad"] = self._last_bad = self.history.bad_rows  # the last ones are behind the last batch
-        for one in self._sources:  # nothing was read meanwhile: is it all still there?
+        state["bad"] = self._last_bad = self.history.bad_rows  # includes bad rows after the last batch
+        for one in self._sources:  # they were not read meanwhile: check that no record was deleted
             assert one.reader is not None
             one.reader.open(one.positions)
 
@@ -243,14 +243,14 @@ class LiveStream:
         parts: list[Samples] = []
         rows, closes_s = 0, 0.0
         runs: list[Run] = []
-        came_s = told_s = time.monotonic()
-        before = dict(state)  # what a batch that is not closed yet has not changed
+        received_s = yielded_s = time.monotonic()
+        before = dict(state)  # the state without the records of the open batch
         while True:
             wait_s = TICK_S if not rows else min(TICK_S, max(0.0, closes_s - time.monotonic()))
             chunks = self._sources.poll(self.batch_size - rows, wait_s)
             now = time.monotonic()
             if chunks:
-                came_s = now
+                received_s = now
                 if not rows:
                     closes_s = now + self.max_wait_s
                 runs += [(one.name, chunk.partition, len(chunk), chunk.positions[-1]) for one, chunk in chunks]
@@ -258,33 +258,33 @@ class LiveStream:
                 if len(samples):
                     parts.append(samples)
                     rows += len(samples)
-            ended = not chunks and self._ended(now - came_s)
-            self._duties(now)
+            ended = not chunks and self._ended(now - received_s)
+            self._periodic_work(now)
             if rows and (rows == self.batch_size or now >= closes_s or ended):
                 batch = self._closed(Samples.join(parts), state)
                 self._journal.add(state["window"], runs)
                 before = dict(state)
-                parts, rows, runs, told_s = [], 0, [], now
+                parts, rows, runs, yielded_s = [], 0, [], now
                 yield batch
-            elif now - told_s >= TICK_S:
-                told_s = now
-                yield Batch(samples=self._nothing(), state=before)
+            elif now - yielded_s >= TICK_S:
+                yielded_s = now
+                yield Batch(samples=self._empty(), state=before)
             if ended:
                 return
 
     def _of_partitions(self, queues: ByPartition, state: dict[str, Any]) -> Iterator[Batch]:
         """Batches of one partition each."""
-        came_s = told_s = time.monotonic()
+        received_s = yielded_s = time.monotonic()
         before = dict(state)
         while True:
             wait_s = min(TICK_S, queues.wait_s(time.monotonic()))
             chunks = self._sources.poll(queues.room, wait_s) if queues.room else []
             now = time.monotonic()
-            came_s = now if chunks else came_s
+            received_s = now if chunks else received_s
             for one, chunk in chunks:
                 queues.add(one, chunk, now)
-            ended = not chunks and self._ended(now - came_s)
-            self._duties(now)
+            ended = not chunks and self._ended(now - received_s)
+            self._periodic_work(now)
             found = queues.take(now, ended)
             if found is not None:
                 taken = [(found[0], chunk) for chunk in found[1]]
@@ -293,11 +293,11 @@ class LiveStream:
                     runs = [(one.name, chunk.partition, len(chunk), chunk.positions[-1]) for one, chunk in taken]
                     batch = self._closed(samples, state, runs)
                     self._journal.add(state["window"], runs)
-                    before, told_s = dict(state), now
+                    before, yielded_s = dict(state), now
                     yield batch
-            elif now - told_s >= TICK_S:
-                told_s = now
-                yield Batch(samples=self._nothing(), state=before)
+            elif now - yielded_s >= TICK_S:
+                yielded_s = now
+                yield Batch(samples=self._empty(), state=before)
             if ended and not len(queues):
                 return
 
@@ -313,48 +313,48 @@ class LiveStream:
         return Batch(samples=self._finish(samples), state=dict(state), records=records)
 
     def _replayed(self, number: int, runs: list[Run], state: dict[str, Any]) -> Iterator[Batch]:
-        """A batch as the journal has it, and empty ones while its records are waited for."""
+        """A batch as recorded in the journal, and empty batches while waiting for its records."""
         before = dict(state)
         chunks: list[tuple[Source, Chunk]] = []
         for name, partition, count, last in runs:
             one = self._sources.named(name)
             if one is None or one.reader is None:
-                raise DataError(f"the batches since the checkpoint were read from {name}, which [data] train must name")
+                raise DataError(f"the batches since the checkpoint were read from {name}; add it to [data] train")
             while count:
                 chunk = take(one.held, partition, count)
                 if chunk is not None:
                     chunks.append((one, chunk))
                     count -= len(chunk)
                     continue
-                came = one.reader.poll(max(count, self.batch_size), TICK_S)
-                one.held.extend(came)
-                if not came:
-                    self._duties(time.monotonic())
-                    yield Batch(samples=self._nothing(), state=before)
+                polled = one.reader.poll(max(count, self.batch_size), TICK_S)
+                one.held.extend(polled)
+                if not polled:
+                    self._periodic_work(time.monotonic())
+                    yield Batch(samples=self._empty(), state=before)
             if chunks[-1][1].positions[-1] != last:
                 raise DataError(
-                    f"{name}: batch {number} ended at {last} in partition {partition} when it was first read, and now "
-                    f"at {chunks[-1][1].positions[-1]}; the stream was changed. Remove {self._journal.path} to go on"
+                    f"{name}: batch {number} ended at {last} in partition {partition} when it was first read, but now "
+                    f"at {chunks[-1][1].positions[-1]}; the stream was changed. Remove {self._journal.path} to continue"
                 )
         samples = self._samples(chunks, state)
         yield self._closed(samples, state, runs)
 
     def _samples(self, chunks: list[tuple[Source, Chunk]], state: dict[str, Any]) -> Samples:
-        """What the records of one poll hold; positions move behind them."""
-        whole: list[tuple[Source, Chunk]] = []
+        """Decode the records of one poll and move positions past them."""
+        readable: list[tuple[Source, Chunk]] = []
         for one, chunk in chunks:
             one.positions[chunk.partition] = chunk.positions[-1]
             emit_counter("stream_records_total", len(chunk), f"source={one.name}")
             if chunk.damaged:
                 self._report([(one, chunk)], 0, chunk.damaged, state)
             else:
-                whole.append((one, chunk))
-        records: Any = whole[0][1].records if whole else []
-        for _, chunk in whole[1:]:
+                readable.append((one, chunk))
+        records: Any = readable[0][1].records if readable else []
+        for _, chunk in readable[1:]:
             records = records + chunk.records
         samples, bad = self._decode(records)
         for number, why in bad:
-            self._report(whole, number, why, state)
+            self._report(readable, number, why, state)
         self._last_bad = state["bad"]
         return samples
 
@@ -374,17 +374,17 @@ class LiveStream:
             where = f"{one.name}, partition {chunk.partition}, before {position}"
             self._on_bad(BadMessage(path=where, why=why, noun="message"))
 
-    def _nothing(self) -> Samples:
+    def _empty(self) -> Samples:
         return self._decode([])[0]
 
     def _ended(self, idle_s: float) -> bool:
         if self.idle_s is not None and idle_s >= self.idle_s:
-            return not self._measure().records  # a source that has records and does not give them is slow, or away
+            return not self._measure().records  # a source that has records but returns none is slow or unreachable
         return self._sources.ended
 
-    # --- beside reading -----------------------------------------------------------------------------------------------
+    # --- periodic work ------------------------------------------------------------------------------------------------
 
-    def _duties(self, now: float) -> None:
+    def _periodic_work(self, now: float) -> None:
         self._acknowledge()
         if now - self._lag_asked_s >= _LAG_S:
             self._lag_asked_s = now

@@ -19,7 +19,7 @@ Block = Sequence[Any]
 
 
 def block_table(spec: GradientSpec, codes: Sequence[str]) -> list[list[Any]]:
-    """Every block's place, from the layout codes of every UID (a letter per parameter)."""
+    """The position of every block, from the layout codes of every UID (one letter per parameter)."""
     table, at = [], 0
     bins = spec.quant.bins if spec.quant is not None else 0
     for index, param in enumerate(spec.params):
@@ -37,7 +37,7 @@ def padded(n: int) -> int:
 
 
 def header_bytes(manifest: Manifest, spec: GradientSpec, table: list[list[Any]]) -> bytes:
-    """Magic, length, canonical JSON and padding. No times, ranks or hosts: equal for every world size."""
+    """Return magic, length, canonical JSON and padding, without times, ranks or hosts: equal for every world size."""
     by_uid = lambda values: {str(uid): values[uid] for uid in values}  # noqa: E731
     fields = {
         "format": FORMAT,
@@ -64,20 +64,20 @@ def header_bytes(manifest: Manifest, spec: GradientSpec, table: list[list[Any]])
 
 
 def check_header(fields: Mapping[str, Any], spec: GradientSpec, data_bytes: int) -> None:
-    """That a header's lists fit each other, its spec and the ``data_bytes`` behind it; ValueError when not."""
+    """Raise ValueError unless a header's lists match each other, its spec and the ``data_bytes`` after it."""
     uids, table = fields["uids"], fields["blocks"]
     if spec.hash != fields["spec_hash"]:
-        raise ValueError("the parameters are not those of its spec hash")
+        raise ValueError("its parameters do not match its spec hash")
     if len(set(uids)) != len(uids) or len(fields["global_steps"]) != len(uids):
-        raise ValueError("its lists of peers do not fit each other")
+        raise ValueError("its lists of peers do not match each other")
     if len(fields["norms"]) != 8 * len(uids) * len(spec.params) or len(table) != len(uids) * len(spec.params):
-        raise ValueError("its norms or its blocks are not one per peer and parameter")
+        raise ValueError("it must have one norm and one block per peer and parameter")
     codes = ["".join(block[4] for block in table[row :: len(uids)]) for row in range(len(uids))]
     allowed = {code for code, (_, name) in CODES.items() if name is None or spec.quant is not None}
     if any(len(letters) != len(spec.params) or not allowed.issuperset(letters) for letters in codes):
         raise ValueError("a block has an unknown layout")
     expected = block_table(spec, codes)
     if [list(block) for block in table] != expected:
-        raise ValueError("its blocks are not where they should be")
+        raise ValueError("its blocks are at wrong offsets")
     if data_bytes != sum(padded(sum(block[1:4])) for block in expected):
         raise ValueError("its blocks do not fill the file")

@@ -1,4 +1,4 @@
-"""The canonical artifact of a window as a source: one file with every accepted payload, the same for every world."""
+"""Reads a window's artifact: one file with every accepted payload, the same for every world size."""
 
 import hashlib
 import json
@@ -22,10 +22,10 @@ from shoal.gather.protocol.partial import PartialGatherResult
 
 
 class ArtifactReader:
-    """An artifact as a source for every consumer. A damaged file is a GatherError.
+    """An artifact as a source for every consumer. A damaged file raises GatherError.
 
     The header's fields are attributes; maps are by UID, ``norms`` is float32 [P, n_params], ``blocks`` has (offset,
-    idxs bytes, vals bytes, quant bytes, layout) of every parameter and UID. ``path`` may be the file's bytes.
+    idxs bytes, vals bytes, quant bytes, layout) for every parameter and UID. ``path`` can also be the file's bytes.
     """
 
     def __init__(self, path: str | os.PathLike[str] | bytes, *, keep: Any = None) -> None:
@@ -55,7 +55,7 @@ class ArtifactReader:
             raise GatherError(f"{self._name()} is damaged: its trailer does not match")
         (length,) = struct.unpack_from("<Q", body, 4)
         if length > len(body) - PREFIX_BYTES:
-            raise GatherError(f"{self._name()} is damaged: its header does not fit")
+            raise GatherError(f"{self._name()} is damaged: its header is longer than the file")
         fields = json.loads(bytes(body[PREFIX_BYTES : PREFIX_BYTES + length]))
         if fields["format"] != FORMAT:
             raise GatherError(f"{self._name()} has format {fields['format']!r}; this version reads {FORMAT}")
@@ -104,7 +104,7 @@ class ArtifactReader:
         return ParamData(idxs, vals.view(dtype).view(*param.grid, param.k), quant, code)
 
     def as_partials(self) -> list[PartialGatherResult]:
-        """One partial with everything in it."""
+        """Return everything as a single partial."""
         spec = self.spec
         refs = {
             uid: PayloadRef(

@@ -1,5 +1,6 @@
-"""Writing a window's artifact: owners send their payloads in pieces, one rank writes them as they come."""
+"""Writes a window's artifact: owners send their payloads in pieces, and one rank writes them as they arrive."""
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -34,11 +35,11 @@ def write_artifact(
     artifact_rank: int = 0,
     control_timeout_s: float = 240.0,
 ) -> str | None:
-    """Writes the window's artifact on ``artifact_rank``; every rank of the group must call it.
+    """Write the window's artifact on ``artifact_rank``; every rank of the group must call it.
 
     Returns the file's SHA-256 on the rank that writes, None on the others and when the decision is SKIP. The file
-    appears whole or not at all; one that is there already with equal bytes is left alone, with other bytes it is an
-    error. Memory: pieces inside ``budget_bytes``, however many peers there are.
+    appears atomically; an existing file is kept if its bytes are equal, and is an error if they differ. Memory: pieces
+    within ``budget_bytes``, regardless of the number of peers.
     """
     if budget_bytes < 1:
         raise ConfigError(f"write_artifact: budget_bytes must be at least 1, got {budget_bytes}")
@@ -70,7 +71,7 @@ class _Writer:
                 self._send()
         except RankFailure:
             raise
-        except Exception as caught:  # all ranks finish the sequence before anybody raises
+        except Exception as caught:  # all ranks finish the sequence before any raises
             error = caught
         if not control.minimum(int(error is None)):
             why = error or "another rank failed"
@@ -94,7 +95,7 @@ class _Writer:
         return self.holding.owners[uid] == self.rank or self.holding.everywhere
 
     def _read(self, index: int, uid: int, start: int, stop: int) -> Tensor:
-        """Bytes ``start..stop`` of a block: idxs, vals, quant block in one piece."""
+        """Read bytes ``start..stop`` of a block: idxs, then vals, then the quant block."""
         ref = self.holding.refs[uid]
         ref.check_readable()
         idxs, vals = ref.slice(index, 0, ref.spec.params[index].chunks)
@@ -109,7 +110,7 @@ class _Writer:
         return torch.cat(out)
 
     def _send(self) -> None:
-        """One piece at a time; a piece that cannot be read travels with a bad status, so that nobody waits."""
+        """Send one piece at a time; an unreadable piece is sent with a bad status, so that its receiver continues."""
         for index, uid, _, start, stop in self._pieces():
             if self.holding.owners[uid] != self.control.rank or self._from_here(uid):
                 continue
@@ -122,7 +123,7 @@ class _Writer:
             self.control.wait([self.control.start_send(buffer, self.rank)])
 
     def _incoming(self) -> Iterator[tuple[list[Any], int, Tensor]]:
-        """All pieces in file order; the next one is already on its way while one is written."""
+        """Yield all pieces in file order; the next one is received while one is written."""
         ahead: list[tuple[Any, Tensor]] = []
         remote = (piece for piece in self._pieces() if not self._from_here(piece[1]))
 
@@ -170,28 +171,17 @@ class _Writer:
                 file.write(trailer)
             if path.exists():
                 if _sha256(path) != sha.hexdigest():
-                    raise ConfigError(f"{path.name} exists with other bytes; an artifact is written once")
+                    raise ConfigError(f"{path.name} exists with different content; an artifact must not be replaced")
             else:
                 temporary.replace(path)
         except BaseException:
-            for _ in _drain(incoming):
-                pass
+            with contextlib.suppress(OSError):
+                for _ in incoming:  # receive the remaining pieces, so that their owners can finish
+                    pass
             raise
         finally:
             temporary.unlink(missing_ok=True)
         return sha.hexdigest()
-
-
-def _drain(incoming: Iterator[Any]) -> Iterator[None]:
-    """Takes what the owners still send, so that they can finish."""
-    while True:
-        try:
-            next(incoming)
-            yield
-        except StopIteration:
-            return
-        except OSError:
-            return
 
 
 def _sha256(path: Path) -> str:

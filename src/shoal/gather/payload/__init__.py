@@ -1,1 +1,1 @@
-"""What a peer sends: its bytes, its codec, its checks."""
+"""A peer's payload: its bytes, its codec, its checks."""

@@ -1,4 +1,4 @@
-"""12-bit index packing and uint8 quantisation: the bytes of a payload, and their plain-torch meaning."""
+"""12-bit index packing and uint8 quantisation of payloads, with plain-torch references."""
 
 import math
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ VALUE_KINDS = {torch.uint8: 0, torch.float32: 1, torch.float16: 2, torch.bfloat1
 
 
 def pack12(indices: Tensor) -> Tensor:
-    """Indices 0..4095, an even number of them, two in three bytes: uint8 of ``1.5 * n``.
+    """Pack an even number of indices 0..4095, two in three bytes, into uint8 of length ``1.5 * n``.
 
     Example:
         >>> pack12(torch.tensor([1, 4095, 256, 7])).tolist()
@@ -43,7 +43,7 @@ def pack12(indices: Tensor) -> Tensor:
 
 
 def pack12_reference(indices: Tensor) -> Tensor:
-    """The meaning of pack12, on any device."""
+    """`pack12` in plain torch, on any device."""
     a, b = indices.reshape(-1, 2).to(torch.int64).unbind(1)
     if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) > 4095):
         raise ValueError(f"pack12: indices must be in 0..4095, got {int(indices.min())}..{int(indices.max())}")
@@ -51,7 +51,7 @@ def pack12_reference(indices: Tensor) -> Tensor:
 
 
 def unpack12(packed: Tensor, shape: Any) -> Tensor:
-    """The int64 indices that were packed, as ``shape``.
+    """Return the packed indices as int64 of ``shape``.
 
     Example:
         >>> unpack12(torch.tensor([1, 240, 255, 0, 113, 0], dtype=torch.uint8), (2, 2)).tolist()
@@ -62,7 +62,7 @@ def unpack12(packed: Tensor, shape: Any) -> Tensor:
     shape = (int(shape),) if isinstance(shape, int) else tuple(int(n) for n in shape)
     n = math.prod(shape)
     if n % 2 or packed.numel() != n // 2 * 3:
-        raise ValueError(f"unpack12: {packed.numel()} bytes do not hold the {n} indices of shape {shape}")
+        raise ValueError(f"unpack12: packed must hold the {n} indices of shape {shape}, got {packed.numel()} bytes")
     if not packed.is_cpu:
         return unpack12_device(packed).reshape(shape)
     packed = packed.reshape(-1).contiguous()
@@ -72,7 +72,7 @@ def unpack12(packed: Tensor, shape: Any) -> Tensor:
 
 
 def unpack12_device(packed: Tensor) -> Tensor:
-    """unpack12, flat, on whatever device the bytes are."""
+    """`unpack12` with a flat result, on the device of the bytes."""
     if packed.is_cuda and find_spec("triton"):
         from shoal.ops.cuda import codec
 
@@ -81,15 +81,15 @@ def unpack12_device(packed: Tensor) -> Tensor:
 
 
 def unpack12_reference(packed: Tensor) -> Tensor:
-    """The meaning of unpack12, flat, on any device."""
+    """`unpack12` in plain torch with a flat result, on any device."""
     b0, b1, b2 = packed.reshape(-1, 3).to(torch.int64).unbind(1)
     return torch.stack([b0 | (b1 & 15) << 8, b1 >> 4 | b2 << 4], 1).reshape(-1)
 
 
 def quantize(values: Tensor, bins: int = 4, range_sigmas: float = 6) -> tuple[Tensor, QuantParams]:
-    """Values to uint8 bin numbers of the same shape, and what turns them back.
+    """Convert values to uint8 bin numbers of the same shape; return these and the parameters for `dequantize`.
 
-    `dequantize` gives the dtype of ``values`` again; where that cannot be sent, as float64, it is float32.
+    `dequantize` restores the dtype of ``values``, or float32 if that dtype cannot be sent, such as float64.
     """
     if not 1 <= bins <= 256:
         raise ConfigError(f"quantize: bins must be in 1..256, got {bins}")
@@ -128,14 +128,14 @@ def _bin_reference(z: Tensor, scale: float, offset: int, bins: int) -> tuple[Ten
 
 
 def dtype_of(name: Any) -> torch.dtype | None:
-    """The value dtype that a peer named, or None when it is not one of the three allowed."""
+    """The value dtype that a peer named, or None if it is not one of the three allowed."""
     if isinstance(name, torch.dtype):
         return name if name in DTYPE_NAMES else None
     return VALUE_DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
 
 
 def value_table(quant_params: QuantParams) -> Tensor:
-    """float32 [256]: what each uint8 value stands for, rounded to the peer's dtype; zeros past the bins."""
+    """float32 [256]: the value of each uint8 code, rounded to the peer's dtype; zeros past the bins."""
     shift, _, _, lookup, name = quant_params
     dtype = dtype_of(name)
     assert dtype is not None
@@ -146,7 +146,7 @@ def value_table(quant_params: QuantParams) -> Tensor:
 
 
 def dequantize(q: Tensor, quant_params: QuantParams) -> Tensor:
-    """``lookup[q] + shift`` in float32, cast to the peer's dtype.
+    """Return ``lookup[q] + shift``, computed in float32 and cast to the peer's dtype.
 
     Example:
         >>> q, params = quantize(torch.tensor([-1.0, 0.5, 2.0, 0.1, 0.9, -0.3]))

@@ -1,4 +1,4 @@
-"""The producer: a model's pseudo-gradient to a payload, with error feedback, and back."""
+"""The producer: compress a model's pseudo-gradient into a payload, with error feedback, and decompress it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,16 +13,16 @@ from shoal.gather.payload.spec import GradientSpec, ParamSpec
 
 
 def pseudo_gradient(before: Mapping[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
-    """What an outer SGD step of rate 1 would subtract: parameters before the inner steps minus those after."""
+    """Return the parameters before the inner steps minus those after: what an outer SGD step of rate 1 subtracts."""
     return {name: before[name] - p.detach() for name, p in model.named_parameters() if name in before}
 
 
 class Compressor:
-    """Top-k of every chunk, quantised, with what was not sent carried over to the next window.
+    """Sends the quantised top-k of every chunk, and carries the rest over to the next window.
 
     ``c = g + decay * e`` is compressed and ``e = c - decompressed`` is kept, float32, one tensor per parameter; it
-    includes the quantisation error. Save ``state_dict`` with the model; ``reset`` after a round that was thrown away.
-    Not safe for two threads at once.
+    includes the quantisation error. Save ``state_dict`` with the model; call ``reset`` after a discarded round. Not
+    thread-safe.
     """
 
     def __init__(self, spec: GradientSpec, *, error_feedback: bool = True, decay: float = 1.0) -> None:
@@ -36,7 +36,7 @@ class Compressor:
     def compress(
         self, gradients: Mapping[str, Tensor], *, global_step: int = 0, window: int | None = None
     ) -> dict[str, Any]:
-        """A payload of every parameter of the spec; ``gradients`` maps names to tensors of the parameters' shapes."""
+        """Return a payload of all parameters of the spec; ``gradients`` maps names to tensors of their shapes."""
         state: dict[str, Any] = {}
         for param in self.spec.params:
             gradient = self._checked(param, gradients)
@@ -51,13 +51,13 @@ class Compressor:
 
     def _checked(self, param: ParamSpec, gradients: Mapping[str, Tensor]) -> Tensor:
         if param.name not in gradients:
-            raise ConfigError(f"compress: no gradient for parameter {param.name!r}")
+            raise ConfigError(f"compress: gradients must have an entry for parameter {param.name!r}")
         gradient = gradients[param.name].detach()
         if hasattr(gradient, "full_tensor"):  # a DTensor
             gradient = gradient.full_tensor()
         if tuple(gradient.shape) != param.shape:
             raise ConfigError(
-                f"compress: {param.name!r} has shape {tuple(gradient.shape)}, the spec says {param.shape}"
+                f"compress: {param.name!r} must have the spec's shape {param.shape}, got {tuple(gradient.shape)}"
             )
         return gradient.to("cpu", torch.float32).contiguous()
 
@@ -85,7 +85,7 @@ class Compressor:
             )
 
     def reset(self) -> None:
-        """Forgets what was left over."""
+        """Drop the carried-over errors."""
         self.memory.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,19 +93,21 @@ class Compressor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["spec_hash"] != self.spec.hash:
-            raise ConfigError(f"Compressor: the state is of spec {state['spec_hash']}, this spec is {self.spec.hash}")
+            raise ConfigError(
+                f"Compressor: the state must be of spec {self.spec.hash}, got one of spec {state['spec_hash']}"
+            )
         self.memory = {name: t.clone() for name, t in state["memory"].items()}
 
 
 def compress(
     gradients: Mapping[str, Tensor], spec: GradientSpec, *, global_step: int = 0, window: int | None = None
 ) -> dict[str, Any]:
-    """One payload without error feedback; keep a :class:`Compressor` for that."""
+    """Return one payload, without error feedback; for that, keep a :class:`Compressor`."""
     return Compressor(spec, error_feedback=False).compress(gradients, global_step=global_step, window=window)
 
 
 def decompress(payload: Mapping[str, Any], spec: GradientSpec) -> dict[str, Tensor]:
-    """The dense float32 tensors of one valid payload; zero where it sent nothing."""
+    """Return the dense float32 tensors of one valid payload; zero where it sent nothing."""
     state, dense = payload["state_dict"], {}
     for param in spec.params:
         idxs, vals = state[param.name + "idxs"], state[param.name + "vals"]

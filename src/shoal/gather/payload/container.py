@@ -1,4 +1,4 @@
-"""Payload files of peers we do not trust: safetensors and ``.pt``, read without running or inflating anything."""
+"""Reads payload files of untrusted peers, safetensors or ``.pt``, without running code or decompressing anything."""
 
 import io
 import itertools
@@ -36,7 +36,7 @@ _DTYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-# What a pickle of plain containers and strided tensors needs. torch's own list has calls that allocate at will.
+# The globals in a pickle of plain containers and strided tensors. torch's own list allows unlimited allocations.
 _SAFE_GLOBALS = re.compile(
     r"torch(\.storage)? \w*Storage|torch._utils _rebuild_(tensor(_v2|_v3)?|parameter)|collections OrderedDict"
     r"|torch (float|bfloat|uint|int|bool|Size|device)\w*|_codecs encode"
@@ -45,10 +45,10 @@ _GLOBAL_OPCODES = frozenset({"STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT
 
 
 def load_payload(data_or_path: Source, spec: GradientSpec, *, max_bytes: int | None = None) -> dict[str, Any]:
-    """The payload in a file or in bytes, as ``{"state_dict": ..., "global_step": ...}``; nothing is checked against
-    the spec yet but the number of a ``.pt``'s members.
+    """Load a payload from a file or bytes, as ``{"state_dict": ..., "global_step": ...}``; nothing is checked against
+    the spec except the number of members of a ``.pt``.
 
-    Tensors of a file are mapped, not read. Raises PayloadRejected with ``corrupt_container``, ``unsafe_container``,
+    Tensors in a file are mapped, not read. Raises PayloadRejected with ``corrupt_container``, ``unsafe_container``,
     ``not_a_mapping``, ``empty_payload`` or, past ``max_bytes``, ``oversize``.
     """
     in_memory = isinstance(data_or_path, bytes | bytearray | memoryview)
@@ -64,14 +64,14 @@ def load_payload(data_or_path: Source, spec: GradientSpec, *, max_bytes: int | N
             payload = _load_safetensors(data_or_path, size)
     except (PayloadRejected, MemoryError):
         raise
-    except Exception as error:  # a hostile file can make a reader fail in any way; none may be this rank's failure
+    except Exception as error:  # a hostile file can make a reader fail in any way, which must not fail this rank
         raise _corrupt(f"the container cannot be read ({type(error).__name__})") from None
     state_of(payload)
     return dict(payload)
 
 
 def state_of(payload: Any) -> Mapping[str, Any]:
-    """The state dict of a payload, which must be a mapping with at least one entry."""
+    """Return the state dict of a payload, which must be a mapping with at least one entry."""
     if not isinstance(payload, Mapping):
         raise PayloadRejected("not_a_mapping", f"the payload is a {type(payload).__name__}")
     state = payload.get("state_dict")
@@ -83,7 +83,7 @@ def state_of(payload: Any) -> Mapping[str, Any]:
 
 
 def map_file(path: str | os.PathLike[str]) -> Tensor:
-    """A file's bytes as a private mapping that holds no descriptor; the file must not be empty."""
+    """Map a file's bytes privately, without keeping a descriptor; the file must not be empty."""
     size = os.stat(path).st_size
     storage: Any = torch.UntypedStorage.from_file(os.fspath(path), shared=False, nbytes=size)
     return torch.tensor([], dtype=torch.uint8, device="cpu").set_(storage)
@@ -111,7 +111,7 @@ def _load_safetensors(data: Any, size: int) -> dict[str, Any]:
     if size < 8:
         raise _corrupt(f"{size} bytes are too few for a container")
     if isinstance(data, bytes | memoryview):
-        data = bytearray(data)  # torch will not wrap what it may not write
+        data = bytearray(data)  # torch wraps writable buffers only
     raw = torch.frombuffer(data, dtype=torch.uint8) if isinstance(data, bytearray) else map_file(data)
     (length,) = struct.unpack("<Q", raw[:8].numpy().tobytes())
     if length > size - 8:
@@ -128,7 +128,7 @@ def _load_safetensors(data: Any, size: int) -> dict[str, Any]:
     if not isinstance(metadata, dict):
         raise _corrupt("__metadata__ is not a JSON object")
     body = raw[8 + length :]
-    spans = {name: _span(name, entry, body.numel()) for name, entry in header.items()}
+    spans = {name: _span(entry, body.numel()) for name, entry in header.items()}
     _refuse_overlaps([(begin, end) for _, _, begin, end in spans.values() if end > begin])
     state: dict[str, Any] = {}
     for name, (dtype, shape, begin, end) in spans.items():
@@ -147,7 +147,7 @@ def _load_safetensors(data: Any, size: int) -> dict[str, Any]:
     return payload
 
 
-def _span(name: str, entry: Any, body_bytes: int) -> tuple[torch.dtype, list[int], int, int]:
+def _span(entry: Any, body_bytes: int) -> tuple[torch.dtype, list[int], int, int]:
     try:
         dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
         begin, end = entry["data_offsets"]
@@ -171,7 +171,7 @@ def _refuse_overlaps(spans: list[tuple[int, int]]) -> None:
 
 
 def _decimal(text: Any) -> Any:
-    """The int that a decimal string says; anything else comes back as it is, for validation to refuse."""
+    """Parse a decimal string; return anything else unchanged, for validation to refuse."""
     return int(text) if isinstance(text, str) and re.fullmatch(r"-?[0-9]{1,19}", text, re.ASCII) else text
 
 
@@ -229,7 +229,7 @@ def _refuse_globals(pickled: bytes) -> None:
 
 
 def dump_payload(payload: Mapping[str, Any], *, format: str = "safetensors") -> bytes:
-    """A payload's bytes for a store: ``"safetensors"`` (preferred) or ``"pt"``."""
+    """Return a payload's bytes for a store: ``"safetensors"`` (preferred) or ``"pt"``."""
     if format == "pt":
         buffer = io.BytesIO()
         torch.save(dict(payload), buffer)
@@ -248,7 +248,7 @@ def dump_payload(payload: Mapping[str, Any], *, format: str = "safetensors") -> 
             tensors[name.removesuffix("quant_params") + "lookup"] = lookup
         elif isinstance(value, Tensor):
             tensors[name] = value
-    # Widest first, so that every tensor is aligned without holes, which other readers refuse.
+    # Widest first, so that every tensor is aligned without gaps, which other readers refuse.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header: dict[str, Any] = {"__metadata__": metadata}
     blobs, offset = [], 0
@@ -268,7 +268,7 @@ def dump_payload(payload: Mapping[str, Any], *, format: str = "safetensors") -> 
 
 
 def save_payload(payload: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes ``dump_payload`` by the path's suffix (``.pt``, otherwise safetensors), whole or not at all."""
+    """Write ``dump_payload`` atomically, in the format of the path's suffix (``.pt``, otherwise safetensors)."""
     data = dump_payload(payload, format="pt" if Path(path).suffix == ".pt" else "safetensors")
     with appearing(path) as temporary:
         Path(temporary).write_bytes(data)

@@ -1,4 +1,4 @@
-"""Index overlap: which peers chose the same positions far too often, as exact counts that add up over any split."""
+"""Index overlap: find peers that chose the same positions too often, by exact counts that add up over any split."""
 
 import itertools
 import random
@@ -36,7 +36,7 @@ def overlap_severity(overlap: float) -> str:
 
 @dataclass(kw_only=True, eq=False)
 class OverlapReport:
-    """Pairs of peers and how much of their choices they share. ``counts`` is int64 [P, P] in canonical order."""
+    """Pairs of peers with the share of positions that both chose. ``counts`` is int64 [P, P] in canonical order."""
 
     pairs_checked: int = 0
     pairs_high_ovlap: int = 0
@@ -52,7 +52,7 @@ class OverlapReport:
     counts: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64, device="cpu"))
     total: int = 0
     sampled: int = 0
-    """Chunks looked at in ``mode="sampled"``: the error exceeds e with probability at most 2*exp(-2*sampled*e*e)."""
+    """Chunks examined in ``mode="sampled"``: the error exceeds e with probability at most 2*exp(-2*sampled*e*e)."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OverlapReport):
@@ -74,11 +74,11 @@ def index_overlap(
     sample_chunks: int = 4096,
     control_timeout_s: float = 240.0,
 ) -> OverlapReport:
-    """Counts the shared positions of every two peers and names the later one of each pair at or over ``threshold``.
+    """Count the shared positions of every two peers, and name the later one of each pair at or over ``threshold``.
 
     The threshold is compared exactly, as the decimal that was written (0.4 is 2/5). With ``group`` the chunks are split
-    over the ranks, in rounds inside ``budget_bytes``, and every rank gets the same report. A GatherError on all ranks
-    when one cannot read a payload any more.
+    over the ranks, in rounds within ``budget_bytes``, and every rank gets the same report. If a rank can no longer read
+    a payload, all ranks raise GatherError.
     """
     if mode not in ("exact", "sampled"):
         raise ConfigError(f"index_overlap: mode must be 'exact' or 'sampled', got {mode!r}")
@@ -113,7 +113,7 @@ def index_overlap(
 
 
 def _attempt(work: Callable[[], Any]) -> str:
-    """Does local work between collectives; what went wrong, if anything, is told to the others later."""
+    """Do local work between collectives; return its error, if any, to be reported to the others later."""
     try:
         work()
     except Exception as error:
@@ -122,7 +122,7 @@ def _attempt(work: Callable[[], Any]) -> str:
 
 
 def overlap_signature(source: Source, spec: GradientSpec, start: int, stop: int) -> Tensor:
-    """int64 [P, P]: shared positions in the chunks ``start..stop`` of all parameters numbered in spec order."""
+    """Return int64 [P, P]: shared positions in the chunks ``start..stop`` of all parameters, numbered in spec order."""
     holding = hold(source, spec, Control(), norms=False)
     chunks = _Chunks(spec)
     if not 0 <= start <= stop <= chunks.total:
@@ -160,7 +160,7 @@ def _selection(chunks: _Chunks, chosen: list[int] | None, start: int, stop: int)
 
 
 def _weights(holding: Holding, chunks: _Chunks, chosen: list[int] | None) -> Tensor:
-    """int64 [P, P]: positions that a pair could share; parameters that one of the two lacks do not count."""
+    """int64 [P, P]: positions that a pair could share, in the parameters that both have."""
     picked = [0] * len(holding.spec.params)
     for index, first, last in _selection(chunks, chosen, 0, chunks.total if chosen is None else len(chosen)):
         picked[index] += last - first
@@ -196,9 +196,9 @@ def _add_local(holding: Holding, chunks: _Chunks, index: int, first: int, last: 
 def _add_exchanged(
     holding: Holding, chunks: _Chunks, chosen: list[int] | None, control: Control, budget: int, counts: Tensor
 ) -> str:
-    """Owners send the packed indices of each rank's chunks, some chunks a round, all ranks in step.
+    """Owners send the packed indices of each rank's chunks, some chunks per round, all ranks in step.
 
-    Returns what went wrong on this rank, which takes part to the end all the same.
+    Returns the error of this rank, if any; the rank still makes all collective calls.
     """
     uids, W = holding.manifest.uids, control.world
     owned = [[uid for uid in uids if holding.owners[uid] == rank] for rank in range(W)]
@@ -245,7 +245,7 @@ def _bytes(holding: Holding, uid: int, pieces: Sequence[tuple[int, int, int]]) -
 
 
 def _pack(holding: Holding, uids: Sequence[int], pieces: Sequence[tuple[int, int, int]], out: Tensor) -> None:
-    """The indices of some chunks of some of this rank's peers, one peer after the other."""
+    """Copy the indices of some chunks of some of this rank's peers to ``out``, one peer after the other."""
     at = 0
     for uid in uids:
         holding.refs[uid].check_readable()
@@ -293,7 +293,7 @@ def _report(
 
 
 def overlap_reference(indices: list[np.ndarray | Tensor], totalk: int) -> Tensor:
-    """The meaning for one parameter: 0/1 rows and ``M @ M.T``, added over chunks; indices are [chunks, k] per peer."""
+    """Count one parameter's shared positions in plain torch, from [chunks, k] indices per peer."""
     stacked = torch.stack([as_tensor(i).long() for i in indices], 1)  # chunks, P, k
     rows = torch.zeros(*stacked.shape[:2], totalk, device="cpu").scatter_(2, stacked, 1.0)
     return (rows @ rows.transpose(1, 2)).sum(0).long()

@@ -1,4 +1,4 @@
-"""Where an accepted payload is: slices of its parameters, from a mapped spill file or from memory."""
+"""A reference to an accepted payload: slices of its parameters, from a mapped spill file or from memory."""
 
 import os
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from shoal.gather.payload.container import load_payload
 from shoal.gather.payload.spec import GradientSpec
 from shoal.gather.payload.validate import checked_param, nbytes, payload_digest, quant_block
 
-# One letter tells a value block's layout: uint8 that stands for a dtype, or the plain dtype.
+# One letter per layout of a value block: uint8 codes for a dtype, or the plain dtype.
 CODES: dict[str, tuple[torch.dtype, str | None]] = {
     "A": (torch.uint8, "float32"), "B": (torch.uint8, "float16"), "C": (torch.uint8, "bfloat16"),
     "d": (torch.float32, None), "e": (torch.float16, None), "f": (torch.bfloat16, None),
@@ -23,7 +23,7 @@ _CODE_OF = {layout: code for code, layout in CODES.items()}
 
 
 class ParamData(NamedTuple):
-    """One parameter of one payload: contiguous idxs and vals, and the table of quantised ones."""
+    """One parameter of one payload: contiguous idxs and vals, and the value table of quantised ones."""
 
     idxs: Tensor
     vals: Tensor
@@ -34,7 +34,7 @@ class ParamData(NamedTuple):
 class PayloadRef:
     """One accepted payload. Data is read only when a slice is used; a file that shrank raises OSError, not SIGBUS.
 
-    Any thread may read. The bytes are those that were validated as long as ``verify`` passes.
+    Any thread can read. The bytes are the validated ones as long as ``verify`` passes.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PayloadRef:
         stat = path.stat() if path is not None else None
         self._size = stat.st_size if stat is not None else 0
         self._mtime_ns = stat.st_mtime_ns if stat is not None else 0
-        self._keep = keep  # what must live as long as the data: a temporary folder, a buffer
+        self._keep = keep  # must live as long as the data: a temporary folder, a buffer
         self._table: tuple[int, Tensor] | None = None
 
     @classmethod
@@ -66,7 +66,7 @@ class PayloadRef:
         path: Path | None = None,
         keep: Any = None,
     ) -> "PayloadRef":
-        """A validated payload. A parameter that is absent (hand-made payloads) is None."""
+        """Build from a validated payload. A missing parameter (hand-made payloads) is None."""
         params: list[ParamData | None] = []
         for param in spec.params:
             try:
@@ -82,12 +82,12 @@ class PayloadRef:
 
     @property
     def codes(self) -> str:
-        """A letter per parameter; one letter when all are alike; ``-`` for a missing one."""
+        """One letter per parameter, or a single letter if all are equal; ``-`` for a missing one."""
         letters = "".join("-" if p is None else p.code for p in self.params)
         return letters[:1] if len(set(letters)) == 1 else letters
 
     def check_readable(self) -> None:
-        """Raises OSError when the file behind the mapping is gone or shorter than it was."""
+        """Raise OSError if the mapped file was removed or has shrunk."""
         if self.path is not None and self._size and os.stat(self.path).st_size < self._size:
             raise OSError(f"spill file {self.path.name} shrank below {self._size} bytes")
 
@@ -107,7 +107,7 @@ class PayloadRef:
 
     def table(self, index: int) -> Tensor:
         """float32 [256] for uint8 values; zeros for others."""
-        if self._table is None or self._table[0] != index:  # one is kept: an update goes parameter by parameter
+        if self._table is None or self._table[0] != index:  # only one is cached: an update goes parameter by parameter
             quant = self.param(index).quant
             self._table = index, torch.zeros(256, device="cpu") if quant is None else value_table(quant)
         return self._table[1]
@@ -121,7 +121,7 @@ class PayloadRef:
         return sum(nbytes(p.idxs) + nbytes(p.vals) for p in self.params if p is not None)
 
     def verify(self) -> None:
-        """Reads the payload anew and compares its digest; GatherError or OSError when it is not what was accepted."""
+        """Read the payload again and compare its digest; GatherError or OSError if it is not the accepted one."""
         if not self.digest:
             return
         try:
@@ -130,7 +130,7 @@ class PayloadRef:
             else:
                 stat = os.stat(self.path)
                 if (stat.st_size, stat.st_mtime_ns) != (self._size, self._mtime_ns):
-                    raise GatherError("the spill file was written to after its validation")
+                    raise GatherError("the spill file was changed after its validation")
                 found = payload_digest(load_payload(self.path, self.spec), self.spec)
         except PayloadRejected as error:
             raise GatherError(f"the spilled payload can no longer be read ({error.reason})") from error
@@ -138,7 +138,7 @@ class PayloadRef:
             raise GatherError("the spilled payload's digest changed")
 
     def state_dict(self) -> dict[str, Any]:
-        """The payload's own keys and values; ``quant_params`` only where values are quantised."""
+        """Return the payload's keys and values; ``quant_params`` only where values are quantised."""
         state: dict[str, Any] = {}
         for param, data in zip(self.spec.params, self.params, strict=True):
             if data is not None:
@@ -149,7 +149,7 @@ class PayloadRef:
 
 
 def value_itemsize(code: str) -> int:
-    """Bytes of one value as it travels."""
+    """Bytes of one value when sent."""
     return CODES[code][0].itemsize
 
 
@@ -160,5 +160,5 @@ def quant_bytes(code: str, bins: int) -> int:
 
 
 def expand_codes(codes: str, n_params: int) -> str:
-    """A letter per parameter, from the short form that reports and peers send."""
+    """Expand the short form of codes in reports to one letter per parameter."""
     return codes * n_params if len(codes) == 1 else codes

@@ -1,4 +1,4 @@
-"""What a valid payload looks like for one model: chunk geometry, top-k, codec and quantisation."""
+"""The format of valid payloads for one model: chunk geometry, top-k, codec and quantisation."""
 
 import json
 import math
@@ -17,7 +17,7 @@ CODECS = ("packed12", "i32")
 
 
 def canonical_json(value: Any) -> str:
-    """Sorted keys, no spaces: equal values have equal bytes."""
+    """Encode as JSON with sorted keys and no spaces: equal values have equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
@@ -34,7 +34,7 @@ def largest_divisor(n: int, limit: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
-    """Values travel as uint8 bin numbers: ``bins`` bins over ``range_sigmas`` standard deviations."""
+    """Values are sent as uint8 bin numbers: ``bins`` bins over ``range_sigmas`` standard deviations."""
 
     bins: int = 4
     range_sigmas: float = 6
@@ -63,7 +63,7 @@ class ParamSpec:
         if len(self.xshape) not in (2, 4) or min(self.xshape) < 1:
             raise ConfigError(f"{where}: xshape must have 2 or 4 positive numbers, got {self.xshape}")
         if math.prod(self.xshape) != math.prod(self.shape):
-            raise ConfigError(f"{where}: xshape {self.xshape} does not hold the elements of shape {self.shape}")
+            raise ConfigError(f"{where}: xshape must hold the elements of shape {self.shape}, got {self.xshape}")
         if self.codec not in CODECS:
             raise ConfigError(f"{where}: codec must be one of {CODECS}, got {self.codec!r}")
         if not 1 <= self.k <= self.totalk:
@@ -83,7 +83,7 @@ class ParamSpec:
 
     @property
     def totalk(self) -> int:
-        """Positions in one chunk."""
+        """Number of positions in one chunk."""
         return math.prod(self.xshape[len(self.xshape) // 2 :])
 
     @property
@@ -114,12 +114,12 @@ class ParamSpec:
 
     @classmethod
     def of(cls, name: str, shape: Iterable[int], *, target_chunk: int = 64, topk: int = 64) -> "ParamSpec":
-        """The rule that producers and validators share: chunk sizes, ``k`` and the codec of a parameter."""
+        """Choose the chunk sizes, ``k`` and the codec of a parameter, by the rule of producers and validators."""
         shape = tuple(shape)
         if target_chunk < 1 or topk < 1:
             raise ConfigError(f"target_chunk and topk must be at least 1, got {target_chunk} and {topk}")
         if math.prod(shape) == 0:
-            raise ConfigError(f"parameter {name!r} of shape {shape} has no elements; leave it out with params=[...]")
+            raise ConfigError(f"parameter {name!r} must have elements, got shape {shape}; exclude it with params=[...]")
         if len(shape) <= 1:
             n = shape[0] if shape else 1
             g = largest_divisor(n, target_chunk)
@@ -138,7 +138,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """All parameters of a model, in registration order. Producers and every rank must hold the same ``hash``."""
+    """All parameters of a model, in registration order. Producers and all ranks must have the same ``hash``."""
 
     params: tuple[ParamSpec, ...]
     quant: QuantSpec | None = None
@@ -162,7 +162,7 @@ class GradientSpec:
         quant: QuantSpec | None = QuantSpec(bins=4, range_sigmas=6),
         params: Iterable[str] | None = None,
     ) -> "GradientSpec":
-        """One ParamSpec per trainable parameter (meta tensors are fine); with ``params``, only these names.
+        """Build one ParamSpec per trainable parameter (meta tensors are fine); with ``params``, only these names.
 
         Example:
             >>> spec = GradientSpec.from_model(torch.nn.Linear(4, 6), target_chunk=4, topk=4)
@@ -184,7 +184,7 @@ class GradientSpec:
 
     @cached_property
     def hash(self) -> str:
-        """Hex BLAKE2b-128 of the canonical JSON of everything that decides what a payload looks like."""
+        """Hex BLAKE2b-128 of the canonical JSON of everything that determines the format of a payload."""
         return blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
     @cached_property
@@ -205,10 +205,10 @@ class GradientSpec:
             fields = json.loads(text)
             quant = fields["quant"]
             if fields["format"] != FORMAT_VERSION:
-                raise ConfigError(f"gradient spec: format {fields['format']!r} is not {FORMAT_VERSION}")
+                raise ConfigError(f"gradient spec: format must be {FORMAT_VERSION}, got {fields['format']!r}")
             return cls(
                 tuple(ParamSpec.from_dict(p) for p in fields["params"]),
                 None if quant is None else QuantSpec(quant["bins"], quant["range_sigmas"]),
             )
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"not the JSON of a gradient spec: {error!r}") from error
+            raise ConfigError(f"the text is not the JSON of a gradient spec: {error!r}") from error

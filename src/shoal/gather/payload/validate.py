@@ -1,4 +1,4 @@
-"""The fifteen checks of a payload, in their fixed order; the first that fails is the reason."""
+"""The fifteen checks of a payload, in their fixed order; the first that fails gives the reason."""
 
 import math
 import struct
@@ -22,7 +22,7 @@ MAX_GLOBAL_STEP = 2**63 - 1
 
 @dataclass(frozen=True)
 class PayloadInfo:
-    """What validation learned: ``norms`` is float32 [n_params], ``download_bytes`` the raw bytes of idxs and vals."""
+    """Results of validation: ``norms`` is float32 [n_params], ``download_bytes`` the raw bytes of idxs and vals."""
 
     global_step: int
     digest: str
@@ -33,9 +33,9 @@ class PayloadInfo:
 def validate_payload(
     payload: Any, spec: GradientSpec, *, window: int | None = None, max_abs_value: float = 1e4
 ) -> PayloadInfo:
-    """Checks a loaded payload whole; raises PayloadRejected with the reason of the first check that fails.
+    """Check a complete loaded payload; raise PayloadRejected with the reason of the first check that fails.
 
-    Cost: one pass over the bytes plus their BLAKE2b. Memory: one parameter's scratch. Any thread may call it.
+    Cost: one pass over the bytes plus their BLAKE2b. Memory: scratch space of one parameter. Any thread can call it.
     """
     state = state_of(payload)
     step = _global_step(payload)
@@ -56,7 +56,7 @@ def validate_payload(
 
 
 def payload_digest(payload: Mapping[str, Any], spec: GradientSpec) -> str:
-    """Hex BLAKE2b-256 of a payload's contents, the same for both containers; the payload must be complete."""
+    """Return the hex BLAKE2b-256 of a complete payload's contents, the same for both containers."""
     digest, state = blake2b(digest_size=32), payload["state_dict"]
     for param in spec.params:
         idxs, vals, quant = checked_param(state, param, spec)
@@ -66,7 +66,7 @@ def payload_digest(payload: Mapping[str, Any], spec: GradientSpec) -> str:
 
 
 def checked_state(state: Mapping[str, Any], spec: GradientSpec) -> dict[str, Any]:
-    """Only what the spec names of a validated state dict, contiguous; whatever else the peer sent is left out."""
+    """Return the entries of a validated state dict that the spec names, contiguous, without anything else."""
     clean: dict[str, Any] = {}
     for param in spec.params:
         for suffix, value in zip(SUFFIXES, checked_param(state, param, spec), strict=True):
@@ -86,7 +86,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def quant_block(quant: QuantParams) -> bytes:
-    """Quantisation parameters as digests and artifacts hold them."""
+    """Encode quantisation parameters for digests and artifacts."""
     shift, scale, offset, lookup, dtype = quant
     name = DTYPE_NAMES[dtype_of(dtype)]  # pyrefly: ignore
     shift32 = np.array(float(shift), dtype="<f4").tobytes()
@@ -113,9 +113,9 @@ def _check_window(payload: Mapping[str, Any], window: int | None) -> None:
     metadata = payload.get("metadata")
     if window is None or not isinstance(metadata, Mapping) or "window" not in metadata:
         return
-    said = metadata["window"]
-    if type(said) is not int or said != window:
-        raise PayloadRejected("window_mismatch", f"the payload is not of window {window}")
+    declared = metadata["window"]
+    if type(declared) is not int or declared != window:
+        raise PayloadRejected("window_mismatch", f"the payload is not for window {window}")
 
 
 def _check_leftovers(state: Mapping[str, Any], spec: GradientSpec) -> None:
@@ -130,7 +130,7 @@ def _check_leftovers(state: Mapping[str, Any], spec: GradientSpec) -> None:
 def checked_param(
     state: Mapping[str, Any], param: ParamSpec, spec: GradientSpec
 ) -> tuple[Tensor, Tensor, QuantParams | None]:
-    """Contiguous idxs and vals of one parameter, after every check that needs no data (rows 5 to 12)."""
+    """Return contiguous idxs and vals of one parameter, after every check that does not read their data."""
     keys = [param.name + suffix for suffix in SUFFIXES]
     where = f"parameter {param.name!r}"
     if not any(key in state for key in keys):
@@ -146,7 +146,7 @@ def checked_param(
     else:
         quant = _checked_quant(quant, spec, where)
     if not _strided(idxs) or idxs.dtype != (torch.uint8 if param.codec == "packed12" else torch.int32):
-        # Row 10 covers the values' range too, and comes before the indices.
+        # The check of quant_params includes the range of the values, and comes before those of the indices.
         _check_bins(vals, quant, where)
         raise PayloadRejected("bad_index_dtype", where)
     wrong = idxs.numel() != param.chunks * param.index_bytes if param.codec == "packed12" else idxs.shape != vals.shape
@@ -167,9 +167,9 @@ def _check_values(vals: Any, param: ParamSpec, spec: GradientSpec, where: str) -
     if vals.numel() == 0:
         raise PayloadRejected("empty_values", where)
     if vals.ndim != len(param.grid) + 1 or tuple(vals.shape[:-1]) != param.grid:
-        raise PayloadRejected("bad_value_shape", f"{where}: {tuple(vals.shape)}, the grid is {param.grid}")
+        raise PayloadRejected("bad_value_shape", f"{where}: {tuple(vals.shape)}, but the grid is {param.grid}")
     if vals.shape[-1] != param.k:
-        raise PayloadRejected("bad_topk", f"{where}: {vals.shape[-1]} values per chunk, the spec says {param.k}")
+        raise PayloadRejected("bad_topk", f"{where}: {vals.shape[-1]} values per chunk, but the spec has {param.k}")
 
 
 def _number(value: Any) -> float | None:
@@ -218,7 +218,7 @@ def _check_bins(vals: Tensor, quant: QuantParams | None, where: str) -> None:
 def _check_data(
     param: ParamSpec, idxs: Tensor, vals: Tensor, quant: QuantParams | None, spec: GradientSpec, max_abs: float
 ) -> float:
-    """Rows 10 (values) and 13 to 15 in one native pass; the L2 norm of the dequantised values."""
+    """Make the checks that read indices and values, in one native pass; return the L2 norm of the values."""
     table = torch.zeros(256, device="cpu") if quant is None else value_table(quant)
     found = _core.gather_inspect(
         idxs.data_ptr(), vals.data_ptr(), table.data_ptr(), VALUE_KINDS[vals.dtype], CODECS.index(param.codec),

@@ -1,4 +1,4 @@
-"""Small messages between ranks: a gloo group of our own, deadlines on every wait, and the names of who is missing."""
+"""Small messages between ranks: our own gloo group, a deadline on every wait, and the numbers of missing ranks."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,9 @@ _ranks: "WeakKeyDictionary[Any, ProcessGroup]" = WeakKeyDictionary()
 
 
 def _control_ranks(group: Any, timeout_s: float) -> ProcessGroup:
-    """The ranks of a gloo group that is made once for a user's group, and again after it has failed."""
+    """The gloo group that is created once for a user's group, and again after it has failed."""
     ranks, timeout = _ranks.get(group), timedelta(seconds=timeout_s)
-    if ranks is None or ranks.watch.broken:  # on every rank alike: ranks must make groups in the same order
+    if ranks is None or ranks.watch.broken:  # the same on every rank: ranks must create groups in the same order
         ranks = _ranks[group] = ProcessGroup(collectives.gloo_group(collectives.members(group), timeout))
     else:
         ranks.key._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
@@ -33,7 +33,7 @@ def _control_ranks(group: Any, timeout_s: float) -> ProcessGroup:
 class Control:
     """The collectives of a gather over one group; ``group=None`` is this process alone and every call is local.
 
-    All methods block and belong on a worker thread. A failure becomes RankFailure with the ranks that are missing.
+    All methods block and must be called on a worker thread. A failure becomes RankFailure with the missing ranks.
     """
 
     def __init__(self, group: Any = None, *, timeout_s: float = 240.0) -> None:
@@ -46,7 +46,7 @@ class Control:
                 try:
                     self._ranks = _control_ranks(group, max(timeout_s, 1.0))
                 except Exception as error:
-                    raise RankFailure((), f"the control group could not be made ({error})") from error
+                    raise RankFailure((), f"the control group could not be created ({error})") from error
 
     @property
     def ranks(self) -> ProcessGroup:
@@ -61,31 +61,31 @@ class Control:
             raise RankFailure(error.ranks, str(error)) from error
 
     def answer(self) -> bool:
-        """Whether another rank gave up. This one, busy with other things, then says in the roll call that it lives."""
+        """Whether another rank gave up; if so, report in its roll call that this rank, though busy, is alive."""
         return self._ranks is not None and self._ranks.watch.answer()
 
     def give_up(self) -> None:
-        """Tells the others, who may wait for this rank in a collective, that it left."""
+        """Notify the others, which may wait for this rank in a collective, that it left."""
         if self._ranks is not None and not self._ranks.watch.broken:
             self._ranks.watch.roll_call(time.monotonic())
 
     # ---- collectives
 
-    def broadcast_bytes(self, data: bytes | None, src: int = 0) -> bytes:
-        """Rank ``src``'s bytes on every rank."""
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Return rank 0's bytes on every rank."""
         if self.world == 1:
-            return data or b""
-        size = torch.tensor([len(data) if data is not None else 0], device="cpu")
-        self.wait([self.start_broadcast(size, src)])
+            return data
+        size = torch.tensor([len(data)], device="cpu")
+        self.wait([self.start_broadcast(size, 0)])
         buffer = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
-        if self.rank == src and data:
+        if self.rank == 0 and data:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         if len(buffer):
-            self.wait([self.start_broadcast(buffer, src)])
+            self.wait([self.start_broadcast(buffer, 0)])
         return buffer.numpy().tobytes()
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank."""
+        """Return every rank's bytes, by rank."""
         if self.world == 1:
             return [data]
         sizes = self._gather(torch.tensor([len(data)], device="cpu"))
@@ -120,12 +120,12 @@ class Control:
         return self.reduce_ints([value], "min")[0]
 
     def agree(self, value: int) -> bool:
-        """Whether all ranks hold the same 63-bit value."""
+        """Whether all ranks have the same 63-bit value."""
         low, high = self.reduce_ints([value, -value], "min")
         return low == -high
 
     def all_to_all(self, flat: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
-        """``send[r]`` elements to rank ``r``; what came, by rank."""
+        """Send ``send[r]`` elements to rank ``r``; return the received ones, by rank."""
         if self.world == 1:
             return flat
         with self._failing():
@@ -146,7 +146,7 @@ class Control:
             return self.ranks.start_recv(tensor, src)
 
     def wait(self, works: Sequence[Started]) -> None:
-        """Waits for started pieces."""
+        """Wait for started pieces."""
         with self._failing():
             for work in works:
                 work.wait(self.timeout_s)

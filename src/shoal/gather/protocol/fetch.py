@@ -40,7 +40,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class _Again:
-    """A try that settled nothing: ``absent``, ``failed``, ``cut`` (by the deadline) or ``changed``."""
+    """An inconclusive try: ``absent``, ``failed``, ``cut`` (by the deadline) or ``changed``."""
 
     state: str
     detail: str = ""
@@ -51,7 +51,7 @@ _AT_DEADLINE = {"absent": "not_found", "failed": "store_error", "cut": "timeout"
 
 
 class _ByteGate:
-    """Lets downloads in while their announced bytes fit; a larger one goes alone."""
+    """Admits downloads while their announced bytes fit the limit; a larger one runs alone."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._used = limit, 0
@@ -83,9 +83,8 @@ class Fetcher:
         patience_s: float = math.inf,
     ) -> None:
         self.plan, self.spec, self.store, self.config = plan, spec, store, config
-        self._patience_s = patience_s  # seconds of a round after which other ranks would give this one up
+        self._patience_s = patience_s  # seconds of a round after which other ranks give up on this one
         self.attempted: set[tuple[int, int]] = set()
-        self.local_error = ""
         self.retries = self.refused = 0
         self.validate_s = 0.0
         self.spill = Spill(plan, spec, config)
@@ -96,7 +95,7 @@ class Fetcher:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def round(self, uids: Sequence[int]) -> list[Accepted | Skipped]:
-        """Fetches UIDs side by side. An exception that is not the store's leaves the unsettled ones ``local_error``."""
+        """Fetch UIDs concurrently. An exception other than the store's marks the unsettled ones ``local_error``."""
         fresh = [uid for uid in uids if (self.plan.window, uid) not in self.attempted]
         self.refused += len(uids) - len(fresh)
         self.attempted |= {(self.plan.window, uid) for uid in fresh}
@@ -112,7 +111,7 @@ class Fetcher:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for task, uid in tasks.items():
-                if uid not in self._downloaded:  # what is here already is settled by its validation
+                if uid not in self._downloaded:  # a downloaded object is settled by its validation
                     task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         settled: list[Accepted | Skipped] = []
@@ -120,7 +119,6 @@ class Fetcher:
             error = None if task.cancelled() else task.exception()
             if task.cancelled() or error is not None:
                 if error is not None:
-                    self.local_error = type(error).__name__
                     log.error("window %d: fetching peer %d failed on this rank", self.plan.window, uid, exc_info=error)
                 settled.append(Skipped(uid, "local_error", "the fetch loop of this rank failed"))
             else:
@@ -132,13 +130,13 @@ class Fetcher:
                 )
         return settled
 
-    def _nothing_can_come(self) -> bool:
+    def _no_upload_can_follow(self) -> bool:
         limit = self.plan.time_max_us
         return limit is not None and time.time() * 1e6 > limit + self.config.late_grace_s * 1e6
 
     def _first_try_s(self, now: float) -> float:
-        """A first try has the whole time, also when it waited in the queue until the deadline or past it; but many
-        objects that stall, one after the other, must not make the other ranks wait for this one in vain."""
+        """Seconds for a first try: the full time, even if it waited in the queue past the deadline, but limited so that
+        many stalled objects in a row do not make the other ranks give up on this one."""
         left = self._deadline - self.plan.timeout_s + 0.9 * self._patience_s - now
         return min(self.plan.timeout_s, max(left, _LEAST_TRY_S))
 
@@ -159,7 +157,7 @@ class Fetcher:
                 now = time.monotonic()
                 if tries and now >= self._deadline:
                     return Skipped(uid, _AT_DEADLINE[again.state], again.detail)
-                last_chance = absences > 0 and self._nothing_can_come()
+                last_chance = absences > 0 and self._no_upload_can_follow()
                 outcome = await self._try(uid, self._deadline - now if tries else self._first_try_s(now))
             tries += 1
             if not isinstance(outcome, _Again):
@@ -227,7 +225,7 @@ class Fetcher:
             async for block in blocks:
                 landing.write(block)
             if landing.size < info.size:
-                return _Again("failed", f"{landing.size} of {info.size} bytes came")
+                return _Again("failed", f"received only {landing.size} of {info.size} bytes")
             landing.finish()
             complete = True
             return info, landing
@@ -249,7 +247,7 @@ class Fetcher:
         accepted = await run(self._pool, self._validate_file, uid, info, path)
         if isinstance(accepted, Accepted) and accepted.info.digest == digest:
             return accepted
-        self.spill.forget(path)  # not what was validated: as if it had never been there
+        self.spill.forget(path)  # not the validated file: ignore it
         self._downloaded.discard(uid)
         return await self._fetch(uid)
 
@@ -277,7 +275,7 @@ class Fetcher:
                 payload, self.spec, window=self.plan.window, max_abs_value=self.config.max_abs_value
             )
             if path is not None and not _contiguous(payload, self.spec):
-                # Slices must be in one piece in the file: written anew, with the same digest.
+                # Slices must be contiguous in the file: write it again, with the same digest.
                 state = checked_state(payload["state_dict"], self.spec)
                 save_payload({"state_dict": state, "global_step": found.global_step}, path)
                 payload = load_payload(path, self.spec)

@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import statistics
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -37,10 +36,10 @@ def gather(
     group: Any = None,
     config: GatherConfig | None = None,
 ) -> GatherResult:
-    """Fetches, checks and merges one window's payloads; blocks. Rank 0's plan counts, others may pass None.
+    """Fetch, check and merge one window's payloads; blocks. Rank 0's plan is used; others can pass None.
 
-    ``group=None`` is this process alone. Every rank gets the same result but for ``partial`` and the payloads in it.
-    Raises PlanMismatch, GatherDivergence or RankFailure on all ranks alike; peers' faults are never exceptions.
+    ``group=None`` is this process alone. Every rank gets the same result except for ``partial`` and its payloads.
+    Raises PlanMismatch, GatherDivergence or RankFailure on all ranks; faults of peers never raise.
     """
     return run_coroutine(agather(plan, spec, store, group=group, config=config))
 
@@ -53,7 +52,7 @@ async def agather(
     group: Any = None,
     config: GatherConfig | None = None,
 ) -> GatherResult:
-    """:func:`gather` for callers that own an event loop, which is never blocked."""
+    """:func:`gather` for callers with an event loop, which is never blocked."""
     config = config or GatherConfig()
     with ThreadPoolExecutor(1, thread_name_prefix="shoal-control") as pool:
         control = await asyncio.get_running_loop().run_in_executor(
@@ -63,29 +62,17 @@ async def agather(
 
 
 def run_coroutine(coroutine: Any) -> Any:
-    """Runs a coroutine to its end, also from a thread that already has a running loop."""
+    """Run a coroutine to completion, even from a thread that already has a running loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    outcome: list[Any] = []
-
-    def work() -> None:
-        try:
-            outcome.extend([True, asyncio.run(coroutine)])
-        except BaseException as error:
-            outcome.extend([False, error])
-
-    thread = threading.Thread(target=work, name="shoal-gather")
-    thread.start()
-    thread.join()
-    if not outcome[0]:
-        raise outcome[1]
-    return outcome[1]
+    with ThreadPoolExecutor(1, thread_name_prefix="shoal-gather") as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 class _Gather:
-    """One gather on one rank. Local trouble becomes report fields; every rank runs the same collectives."""
+    """One gather on one rank. Local errors become report fields; every rank runs the same collectives."""
 
     def __init__(
         self,
@@ -124,7 +111,7 @@ class _Gather:
         finally:
             self.fetcher.close()
         if not await self._collective(self.control.agree, manifest.agreement):
-            raise GatherDivergence(f"window {self.plan.window}: ranks merged the same reports to different results")
+            raise GatherDivergence(f"window {self.plan.window}: ranks merged the same reports into different results")
         self.partial.manifest = manifest
         decision = APPLY if len(manifest.uids) >= max(self.shared["min_peers"], 1) else SKIP
         result = GatherResult(
@@ -141,7 +128,7 @@ class _Gather:
         return result
 
     def _agree(self) -> tuple[GatherPlan, dict[str, Any]]:
-        """Rank 0's plan and settings on every rank, and one spec hash."""
+        """Give every rank rank 0's plan and settings, and check that all have the same spec hash."""
         control, message = self.control, b""
         if control.rank == 0 and isinstance(self.given, GatherPlan):
             shared = {name: getattr(self.config, name) for name in _SHARED}
@@ -151,11 +138,11 @@ class _Gather:
         if not text:
             if control.rank == 0:
                 raise ConfigError(f"gather: plan must be a GatherPlan on rank 0, got {type(self.given).__name__}")
-            raise PlanMismatch("rank 0 has no plan")
+            raise PlanMismatch("rank 0 must have a plan, got None")
         shared = json.loads(text)
         plan = GatherPlan.from_json(shared["plan"])
         if not control.minimum(int(shared["spec"] == self.spec.hash)):
-            raise PlanMismatch(f"window {plan.window}: ranks hold different gradient specs; this rank {self.spec.hash}")
+            raise PlanMismatch(f"window {plan.window}: ranks have different gradient specs; this one {self.spec.hash}")
         if self.config.control_timeout_s is None:
             control.timeout_s = self.config.control_timeout(plan)
         return plan, shared
@@ -170,7 +157,7 @@ class _Gather:
         return manifest
 
     async def _round(self, uids: list[int], *, tier: int) -> Manifest:
-        """S1/S2 or S4 with S3: fetch a list, exchange, and fetch again elsewhere what failed for local reasons."""
+        """Fetch a list, exchange reports, and fetch payloads that failed for local reasons again on other ranks."""
         control = self.control
         manifest = await self._fetch_share(assign(uids, control.world, self.shared["fetch_ranks"]), uids, tier)
         if tier == 0:
@@ -212,7 +199,7 @@ class _Gather:
         return merge_reports(self.plan, self.reports)
 
     async def _attend(self) -> None:
-        """Answers the roll call of others while this rank fetches: who is only slow must not be named with the dead."""
+        """Answer other ranks' roll calls during a fetch, so that a slow rank is not reported as missing."""
         while self.control.world > 1 and not await self._collective(self.control.answer):
             await asyncio.sleep(ATTEND_S)
 
@@ -232,7 +219,7 @@ class _Gather:
         partial.payloads[uid] = outcome.ref  # type: ignore[index]  # pyrefly: ignore
 
     def _finish_partial(self, share: list[int]) -> None:
-        """Canonical order inside the partial, and the numbers that follow from its lists."""
+        """Put the partial in canonical order, and compute the numbers that follow from its lists."""
         partial = self.partial
         rank_of = {uid: (partial.tiers[uid], uid) for uid in partial.attempted}
         order = sorted(range(len(partial.uids)), key=lambda i: rank_of[partial.uids[i]])
@@ -249,11 +236,11 @@ class _Gather:
         times = [report.elapsed for report in self.reports if report.assigned_uids]
         if len(times) < 2 or self.control.rank != 0:
             return
-        middle = statistics.median_low(times)  # of two ranks, the other one
+        middle = statistics.median_low(times)  # with two ranks, the other one
         for report in self.reports:
             if report.assigned_uids and report.elapsed > 2 * middle and report.elapsed > middle + 0.05:
                 log.warning(
-                    "window %d: rank %d fetched for %.2f s, the median rank for %.2f s; look at its network",
+                    "window %d: rank %d fetched for %.2f s, the median rank for %.2f s; check its network",
                     self.plan.window, report.rank, report.elapsed, middle,
                 )  # fmt: skip
 

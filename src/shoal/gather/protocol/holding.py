@@ -1,4 +1,4 @@
-"""A consumer's view of its source: the merged manifest, the payloads on this rank, and who has the others."""
+"""A consumer's view of its source: the merged manifest, this rank's payloads, and the owners of the others."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 from shoal.errors import ConfigError
 from shoal.gather.errors import GatherDivergence, PlanMismatch
 from shoal.gather.payload.payload_ref import PayloadRef, expand_codes, quant_bytes, value_itemsize
-from shoal.gather.payload.spec import GradientSpec, ParamSpec, canonical_json
+from shoal.gather.payload.spec import GradientSpec, canonical_json
 from shoal.gather.payload.validate import validate_payload
 from shoal.gather.protocol.control import Control
 from shoal.gather.protocol.merge import APPLY, SKIP, GatherResult, Manifest, Source, merge
@@ -19,7 +19,7 @@ from shoal.gather.protocol.partial import PartialGatherResult
 
 @dataclass
 class Holding:
-    """One source on one rank. ``owners`` has a rank for every UID; ``everywhere``: each rank holds all of them."""
+    """One source on one rank. ``owners`` has a rank for every UID; ``everywhere``: every rank holds all payloads."""
 
     spec: GradientSpec
     manifest: Manifest
@@ -30,19 +30,19 @@ class Holding:
     everywhere: bool
 
     def require_complete(self, what: str) -> None:
-        """Hand-made payloads may lack a parameter; the same error on every rank when one does."""
+        """Raise on every rank if a (hand-made) payload does not have all parameters."""
         for uid, letters in self.codes.items():
             if (index := letters.find("-")) >= 0:
                 raise ConfigError(f"{what}: peer {uid}'s payload has no parameter {self.spec.params[index].name!r}")
 
     def slice_bytes(self, uid: int, index: int, chunks: int) -> int:
-        """Bytes of some chunks of one parameter as they travel, without header."""
+        """Bytes of some chunks of one parameter when sent, without header."""
         param, code = self.spec.params[index], self.codes[uid][index]
         quant = quant_bytes(code, self.spec.quant.bins) if self.spec.quant is not None else 0
         return quant + chunks * (param.index_bytes + value_itemsize(code) * param.k)
 
     def raw_per_chunk(self, index: int) -> int:
-        """The largest raw bytes of a chunk over the accepted payloads."""
+        """The largest number of raw bytes of a chunk in the accepted payloads."""
         param = self.spec.params[index]
         item = max((value_itemsize(self.codes[uid][index]) for uid in self.manifest.uids), default=1)
         return param.index_bytes + item * param.k
@@ -70,12 +70,12 @@ def _resolve(source: Source, alone: bool) -> GatherResult:
 
 
 def _with_norms(manifest: Manifest, refs: dict[int, PayloadRef], spec: GradientSpec) -> None:
-    """Hand-made partials may come without norms; they are computed where the payloads are."""
+    """Compute the norms of hand-made partials without them, from the payloads on this rank."""
     n = len(spec.params)
     if manifest.norms.shape == (len(manifest.uids), n):
         return
     if not all(uid in refs for uid in manifest.uids):
-        raise ConfigError("the source has no norms for its payloads")
+        raise ConfigError("a source must have norms for payloads that are on other ranks")
     manifest.norms = torch.zeros(len(manifest.uids), n, device="cpu")
     for i, uid in enumerate(manifest.uids):
         manifest.norms[i] = validate_payload(
@@ -84,27 +84,27 @@ def _with_norms(manifest: Manifest, refs: dict[int, PayloadRef], spec: GradientS
 
 
 def hold(source: Source, spec: GradientSpec, control: Control, *, norms: bool = True) -> Holding:
-    """Resolves a source on every rank alike; ``norms=False`` is for who does not look at them. Raises the same error on
-    all ranks when they do not fit together."""
+    """Resolve a source on every rank; ``norms=False`` is for consumers that do not use norms. Raises the same error on
+    all ranks if their sources do not match."""
     error: Exception | None = None
     result, refs = None, {}
     try:
         result = _resolve(source, control.world == 1)
         manifest = result.manifest
         if manifest.spec_hash and manifest.spec_hash != spec.hash:
-            raise PlanMismatch(f"the source is of gradient spec {manifest.spec_hash}, this spec is {spec.hash}")
+            raise PlanMismatch(f"the source must have gradient spec {spec.hash}, got {manifest.spec_hash}")
         refs = _refs({uid: result.payloads.get(uid) for uid in manifest.uids}, spec)
         if norms and control.world == 1:
             _with_norms(manifest, refs, spec)
-    except Exception as caught:  # raised after the others know of it
+    except Exception as caught:  # raised after the others have been notified
         error = caught
-    said = {
+    status = {
         "error": "" if error is None else f"{type(error).__name__}: {error}",
         "hash": result.manifest.hash if result is not None else "",
         "decision": result.decision if result is not None else SKIP,
         "held": {str(uid): ref.codes for uid, ref in refs.items()},
     }
-    answers = [json.loads(blob) for blob in control.all_gather_bytes(canonical_json(said).encode())]
+    answers = [json.loads(blob) for blob in control.all_gather_bytes(canonical_json(status).encode())]
     if error is not None:
         raise error
     assert result is not None
@@ -112,7 +112,7 @@ def hold(source: Source, spec: GradientSpec, control: Control, *, norms: bool = 
         if answer["error"]:
             raise PlanMismatch(f"rank {rank} cannot use its source: {answer['error']}")
     if len({answer["hash"] for answer in answers}) > 1:
-        raise GatherDivergence("ranks hold different merged results; pass each rank's own result of one gather")
+        raise GatherDivergence("ranks have different merged results; pass each rank's own result of one gather")
     manifest = result.manifest
     decision = APPLY if all(answer["decision"] == APPLY for answer in answers) and manifest.uids else SKIP
     owners: dict[int, int] = {}
@@ -130,8 +130,8 @@ def hold(source: Source, spec: GradientSpec, control: Control, *, norms: bool = 
     return Holding(spec, manifest, decision, refs, codes, owners, everywhere)
 
 
-def run_of(param: ParamSpec, ids: torch.Tensor) -> tuple[int, int] | None:
-    """(first, last + 1) when the chunk numbers are consecutive, else None."""
+def run_of(ids: torch.Tensor) -> tuple[int, int] | None:
+    """Return (first, last + 1) if the chunk numbers are consecutive, else None."""
     if len(ids) == 0:
         return 0, 0
     first, last = int(ids[0]), int(ids[-1])
@@ -139,9 +139,9 @@ def run_of(param: ParamSpec, ids: torch.Tensor) -> tuple[int, int] | None:
 
 
 def chunk_bytes_of(ref: PayloadRef, index: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """idxs and vals bytes of the given chunks, contiguous; a view when the chunks are."""
+    """Return the contiguous idxs and vals bytes of the given chunks; views if the chunks are consecutive."""
     param = ref.spec.params[index]
-    if (run := run_of(param, ids)) is not None:
+    if (run := run_of(ids)) is not None:
         return ref.slice(index, *run)
     idxs, vals = ref.slice(index, 0, param.chunks)
     return (

@@ -1,4 +1,4 @@
-"""Many partials, one answer: the merge that every rank computes alike, and the sources that consumers accept."""
+"""Merge partials into one result, in the same way on every rank, and convert the sources that consumers accept."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ APPLY, SKIP = "APPLY", "SKIP"
 
 @dataclass(kw_only=True, eq=False)
 class Manifest:
-    """What all ranks agree on: who was accepted, skipped and why, and who holds what. Canonical order throughout."""
+    """The result that all ranks agree on: accepted and skipped peers, reasons, and owners; all in canonical order."""
 
     uids: list[int] = field(default_factory=list)
     global_steps: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Manifest:
     duplicates_dropped: int = 0
     conflicts: int = 0
     skip_ranks: dict[int, int] = field(default_factory=dict, repr=False)
-    """Which rank gave the reason; keeps the merge associative."""
+    """The rank that gave each reason; keeps the merge associative."""
 
     @cached_property
     def hash(self) -> str:
@@ -69,21 +69,21 @@ class Manifest:
 
     @cached_property
     def agreement(self) -> int:
-        """63 bits over the hash and the owners: equal on all ranks, or nobody applies."""
+        """63 bits over the hash and the owners, which must be equal on all ranks before an update."""
         text = canonical_json([self.hash, sorted(self.owners.items())])
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     def __eq__(self, other: object) -> bool:
-        """Equal in all but the two counters and who holds what."""
+        """Compare everything except the two counters and the owners."""
         return self.hash == other.hash if isinstance(other, Manifest) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def merge_reports(plan: GatherPlan | None, reports: Iterable[RankReport]) -> Manifest:
-    """The pure merge: success wins, one copy per UID, canonical order. Associative, commutative and idempotent.
+    """Merge reports: success wins, one copy per UID, canonical order. Associative, commutative and idempotent.
 
-    Without a plan, intended is every UID of tier 0. Raises PlanMismatch for reports of another window, version or spec.
+    Without a plan, every UID of tier 0 is intended. Raises PlanMismatch for reports of another window, version or spec.
     """
     reports = list(reports)
     window, version, spec_hash = _agreed(plan, reports)
@@ -153,17 +153,17 @@ def _at(values: Sequence[int], row: int) -> int:
 
 
 def _agreed(plan: GatherPlan | None, reports: Sequence[RankReport]) -> tuple[int, str, str]:
-    said = {(r.window, r.version, r.spec_hash) for r in reports}
+    found = {(r.window, r.version, r.spec_hash) for r in reports}
     if plan is not None:
         spec_hash = reports[0].spec_hash if reports else ""
-        said.add((plan.window, plan.version, spec_hash))
-    if len(said) > 1:
-        raise PlanMismatch(f"reports of different (window, version, spec hash): {sorted(said)}")
-    return next(iter(said), (0, "0", ""))
+        found.add((plan.window, plan.version, spec_hash))
+    if len(found) > 1:
+        raise PlanMismatch(f"reports must have the same (window, version, spec hash), got {sorted(found)}")
+    return next(iter(found), (0, "0", ""))
 
 
 class StateView(Mapping[str, list[Any]]):
-    """``N + "idxs" | "vals" | "quant_params"`` -> a list aligned with ``uids``; None where another rank holds it."""
+    """``N + "idxs" | "vals" | "quant_params"`` -> a list aligned with ``uids``; None for payloads on other ranks."""
 
     def __init__(self, uids: Sequence[int], payloads: Mapping[int, Any], spec: GradientSpec | None) -> None:
         self._payloads = [payloads.get(uid) for uid in uids]
@@ -196,10 +196,10 @@ class StateView(Mapping[str, list[Any]]):
 
 @dataclass(kw_only=True, eq=False)
 class GatherResult:
-    """The aggregate of one window. Every field of its manifest can be read from it, too.
+    """The merged result of one window. The fields of its manifest are also attributes of it.
 
     ``time`` is the slowest rank's wall seconds; ``partial`` is this rank's own (None after ``merge``); ``payloads``
-    holds what is on this rank.
+    holds the payloads on this rank.
     """
 
     manifest: Manifest
@@ -208,7 +208,7 @@ class GatherResult:
     partial: PartialGatherResult | None = None
     payloads: Mapping[int, Any] = field(default_factory=dict, repr=False)
     plan: GatherPlan | None = field(default=None, repr=False)
-    """What rank 0 asked for; None after ``merge``."""
+    """Rank 0's plan; None after ``merge``."""
     spec: GradientSpec | None = field(default=None, repr=False)
     record: dict[str, Any] = field(default_factory=dict, repr=False)
     """This rank's structured record of the window, for the log."""
@@ -219,7 +219,7 @@ class GatherResult:
         raise AttributeError(f"a GatherResult has no attribute {name!r}")
 
     def __eq__(self, other: object) -> bool:
-        """Equal answers: all but the wall time, the two counters and who holds what."""
+        """Compare everything except the wall time, the two counters and the owners."""
         if not isinstance(other, GatherResult):
             return NotImplemented
         return (self.manifest, self.decision) == (other.manifest, other.decision)
@@ -231,7 +231,7 @@ class GatherResult:
         return StateView(self.manifest.uids, self.payloads, self.spec)
 
     def or_none(self) -> "GatherResult | None":
-        """None when nothing was accepted."""
+        """Return this result, or None if nothing was accepted."""
         return self if self.manifest.uids else None
 
 
@@ -240,7 +240,7 @@ _MANIFEST_FIELDS = frozenset(f.name for f in dataclasses.fields(Manifest)) | {"h
 
 @runtime_checkable
 class PartialSource(Protocol):
-    """Anything else that consumers accept: an artifact reader is one."""
+    """Any other source that consumers accept, such as an artifact reader."""
 
     def as_partials(self) -> list[PartialGatherResult]: ...
 
@@ -249,7 +249,7 @@ Source = GatherResult | RankReport | PartialSource | Sequence[Any] | None
 
 
 def as_partials(source: Source) -> list[PartialGatherResult]:
-    """Any source as a list of partials. ``None`` and empty sequences are the empty list."""
+    """Convert any source to a list of partials; ``None`` and empty sequences give an empty list."""
     if source is None:
         return []
     if isinstance(source, PartialGatherResult):
@@ -270,7 +270,7 @@ def as_partials(source: Source) -> list[PartialGatherResult]:
 
 
 def _split(result: GatherResult) -> list[PartialGatherResult]:
-    """An aggregate as one partial per rank; merging them gives the aggregate back."""
+    """Split an aggregate into one partial per rank; merging them restores it."""
     m = result.manifest
     steps, rows = dict(zip(m.uids, m.global_steps, strict=True)), {uid: i for i, uid in enumerate(m.uids)}
     partials = []
@@ -304,13 +304,13 @@ def _split(result: GatherResult) -> list[PartialGatherResult]:
 
 
 def merge(sources: Source, plan: GatherPlan | None = None, *, min_peers: int = 1) -> GatherResult:
-    """The aggregate of partials and aggregates, in any order and nesting; duplicates are applied once."""
+    """Merge partials and aggregates, in any order and nesting; duplicates are applied once."""
     if isinstance(sources, GatherResult) and plan is None:
         return dataclasses.replace(sources, partial=None)
     partials = as_partials(sources)
     manifest = merge_reports(plan, partials)
     if not isinstance(sources, RankReport) and isinstance(sources, Iterable):
-        for item in sources:  # an aggregate's own counts are not lost by merging it again
+        for item in sources:  # keep the counts of an aggregate that is merged again
             if isinstance(item, GatherResult):
                 manifest.duplicates_dropped += item.manifest.duplicates_dropped
                 manifest.conflicts += item.manifest.conflicts

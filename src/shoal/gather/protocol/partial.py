@@ -1,4 +1,4 @@
-"""One rank's part of a gather, and the small report of it that the other ranks see."""
+"""One rank's part of a gather, and the small report that it sends to the other ranks."""
 
 import copy
 import json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class RankReport:
-    """What a rank attempted and got; everything of its partial but the payloads.
+    """A rank's attempts and results: its partial without the payloads.
 
     Lists are aligned with ``uids``; maps are by UID. ``tiers`` covers all attempted UIDs (absent = 0); ``norms`` is
     float32 [len(uids), n_params]; ``success_rate_part`` is a rank's health, never averaged into a global rate.
@@ -68,7 +68,7 @@ class RankReport:
     __hash__ = None  # type: ignore[assignment]
 
     def to_bytes(self) -> bytes:
-        """Length-prefixed canonical JSON, then the norms as raw float32; a row of the JSON per attempted UID."""
+        """Encode as length-prefixed canonical JSON, one row per attempted UID, then the norms as raw float32."""
         steps = dict(zip(self.uids, self.global_steps, strict=False))
         maps = (self.tiers, steps, self.timestamps, self.digests, self.sizes)
         accepted = [[uid, *(values.get(uid) for values in maps)] for uid in self.uids]
@@ -121,12 +121,12 @@ class RankReport:
                 norms=torch.from_numpy(norms.reshape(len(accepted), head["n"])),
             )
         except (struct.error, ValueError, KeyError, IndexError, TypeError) as error:
-            raise GatherError(f"not the bytes of a rank report: {error!r}") from error
+            raise GatherError(f"the bytes are not a rank report: {error!r}") from error
 
 
 @dataclass(kw_only=True, eq=False)
 class PartialGatherResult(RankReport):
-    """One rank's share of a gather with its payloads. A rank that got nothing has one, too.
+    """One rank's share of a gather with its payloads; a rank without payloads also has one.
 
     ``payloads`` maps accepted UIDs to PayloadRefs (or to payload dicts, in hand-made ones). ``manifest`` is the merged
     metadata of all ranks once the gather has agreed on it.
@@ -136,7 +136,7 @@ class PartialGatherResult(RankReport):
     manifest: "Manifest | None" = field(default=None, repr=False)
 
     def report(self) -> RankReport:
-        """The same without payloads, independent of this object."""
+        """A copy without payloads, independent of this object."""
         values = {f.name: getattr(self, f.name) for f in fields(RankReport)}
         copied: dict[str, Any] = {k: copy.copy(v) if isinstance(v, list | dict) else v for k, v in values.items()}
         return RankReport(**copied)

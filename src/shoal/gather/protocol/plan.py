@@ -1,4 +1,4 @@
-"""What one window gathers, and who fetches what: pure functions of the plan that rank 0 broadcasts."""
+"""The plan of one window, and its distribution over ranks by pure functions of the plan that rank 0 broadcasts."""
 
 import json
 import math
@@ -18,7 +18,7 @@ _NAME = re.compile(r"[0-9A-Za-z.+-]{1,32}", re.ASCII)
 
 
 def _integer(value: Any) -> int | None:
-    """An int of any library as a plain one; None for anything else, including a bool."""
+    """Convert an int of any library to a plain one; None for anything else, including a bool."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -26,7 +26,7 @@ def _integer(value: Any) -> int | None:
 
 
 def check_uid(uid: Any) -> int:
-    """A peer's number as a plain int, or ConfigError."""
+    """Return a peer's number as a plain int, or raise ConfigError."""
     number = _integer(uid)
     if number is None or not 0 <= number < MAX_UID:
         raise ConfigError(f"a UID must be an int in 0..{MAX_UID - 1}, got {uid!r}")
@@ -34,7 +34,7 @@ def check_uid(uid: Any) -> int:
 
 
 def check_window(window: Any) -> int:
-    """A window's number as a plain int, or ConfigError."""
+    """Return a window's number as a plain int, or raise ConfigError."""
     number = _integer(window)
     if number is None or number < 0:
         raise ConfigError(f"a window must be an int >= 0, got {window!r}")
@@ -42,7 +42,7 @@ def check_window(window: Any) -> int:
 
 
 def check_name(what: str, value: Any) -> str:
-    """A version or a key, which become part of paths, or ConfigError."""
+    """Return a version or a key, which become part of paths, or raise ConfigError."""
     if not isinstance(value, str) or not _NAME.fullmatch(value) or value in (".", ".."):
         raise ConfigError(f"{what} must match [0-9A-Za-z.+-]{{1,32}}, got {value!r}")
     return value
@@ -62,15 +62,19 @@ def _microseconds(what: str, value: Any) -> int | None:
     return number
 
 
+_WIRE = ("window", "gather_uids", "reserve_uids", "time_min_us", "time_max_us", "timeout_s", "version", "key")
+"""The keys of a plan's JSON, in the order of the constructor's arguments."""
+
+
 @dataclass(frozen=True, init=False)
 class GatherPlan:
-    """One window's peers and limits. Only rank 0's counts; it travels as canonical JSON.
+    """One window's peers and limits. Rank 0 broadcasts its plan, as canonical JSON; those of other ranks are ignored.
 
     Attributes:
         intended: the unique primaries, ascending.
         reserves: in the given order, duplicates removed.
         time_min_us, time_max_us: inclusive bounds of the store's timestamps, microseconds since the epoch.
-        timeout_s: seconds that one round of fetches may take.
+        timeout_s: time limit of one round of fetches in seconds.
     """
 
     window: int
@@ -113,39 +117,19 @@ class GatherPlan:
         return hash(self.to_json())
 
     def to_json(self) -> str:
-        return canonical_json(
-            {
-                "window": self.window,
-                "gather_uids": self.gather_uids,
-                "reserve_uids": self.reserve_uids,
-                "time_min_us": self.time_min_us,
-                "time_max_us": self.time_max_us,
-                "timeout_s": self.timeout_s,
-                "version": self.version,
-                "key": self.key,
-            }
-        )
+        return canonical_json({name: getattr(self, name) for name in _WIRE})
 
     @classmethod
     def from_json(cls, text: str) -> "GatherPlan":
         try:
-            f = json.loads(text)
-            return cls(
-                f["window"],
-                f["gather_uids"],
-                f["reserve_uids"],
-                f["time_min_us"],
-                f["time_max_us"],
-                f["timeout_s"],
-                f["version"],
-                f["key"],
-            )
+            fields = json.loads(text)
+            return cls(*(fields[name] for name in _WIRE))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"not the JSON of a gather plan: {error!r}") from error
+            raise ConfigError(f"the text is not the JSON of a gather plan: {error!r}") from error
 
 
 def assign(uids: Iterable[int], W: int, fetch_ranks: Sequence[int] | None = None) -> list[list[int]]:
-    """Each rank's share, ascending: the unique UIDs dealt out one by one over ``fetch_ranks`` (all ranks).
+    """Return each rank's share, ascending: the unique UIDs, distributed in turn over ``fetch_ranks`` (all ranks).
 
     Example:
         >>> assign([14, 3, 9, 3, 27, 8, 20], 3)
@@ -163,7 +147,7 @@ def assign(uids: Iterable[int], W: int, fetch_ranks: Sequence[int] | None = None
 
 
 def select_reserves(plan: GatherPlan, attempted: Collection[int], accepted: Collection[int]) -> list[int]:
-    """The next tier-1 list, sorted: as many reserves as are short, none that was attempted before.
+    """Return the next tier-1 list, sorted: one unattempted reserve for each missing peer.
 
     Example:
         >>> plan = GatherPlan(0, [3, 8, 9, 14, 20, 27], [9, 30, 5, 30, 41])
@@ -177,7 +161,7 @@ def select_reserves(plan: GatherPlan, attempted: Collection[int], accepted: Coll
 
 
 def chunk_ranges(total: int, W: int) -> list[tuple[int, int]]:
-    """``W`` balanced contiguous ranges of ``total`` chunks; the first ``total % W`` have one more."""
+    """Return ``W`` balanced contiguous ranges of ``total`` chunks; the first ``total % W`` have one more."""
     ranges, start = [], 0
     for r in range(W):
         stop = start + total // W + (r < total % W)
@@ -191,30 +175,30 @@ _REAL = ("retry_interval_s", "late_grace_s", "max_abs_value", "control_timeout_s
 
 @dataclass(frozen=True, kw_only=True)
 class GatherConfig:
-    """How a gather fetches, checks and waits. Rounds, ``min_peers`` and ``fetch_ranks`` are rank 0's on every rank."""
+    """Settings of a gather. All ranks use rank 0's rounds, ``min_peers`` and ``fetch_ranks``."""
 
     retry_interval_s: float = 0.5
     late_grace_s: float = 3.0
-    """Seconds after ``time_max`` in which an absent object may still be listed late by its store."""
+    """Seconds after ``time_max`` in which a store may still list an object late."""
     max_concurrent_fetches: int = 8
     validate_workers: int = 2
     reserve_rounds: int = 1
     repair_rounds: int = 1
     min_peers: int = 1
     spill: str = "auto"
-    """``"disk"``, ``"memory"``, or ``"auto"``: to disk once ``max_resident_bytes`` of payloads are in memory."""
+    """``"disk"``, ``"memory"``, or ``"auto"``: on disk once ``max_resident_bytes`` of payloads are in memory."""
     max_resident_bytes: int = 256 << 20
     max_abs_value: float = 1e4
     max_inflight_bytes: int = 1 << 30
-    """Announced bytes of the downloads under way on this rank; a larger object goes alone."""
+    """Limit of the announced bytes of concurrent downloads on this rank; a larger object is downloaded alone."""
     max_payload_bytes: int | None = None
     """None: ``ceil(1.25 * spec.payload_bytes) + 1 MiB``."""
     not_found_limit: int | None = None
-    """Gives up after so many absences in a row; None waits for the round's deadline."""
+    """Give up after this many absences in a row; None: wait for the round's deadline."""
     fetch_ranks: tuple[int, ...] | None = None
-    """Ranks that fetch, say one per host that shares a network card; None is all."""
+    """Ranks that fetch, for example one per host with a shared network card; None: all."""
     spill_dir: str | os.PathLike[str] | None = None
-    """Keeps spilled payloads for a restart; None is a temporary folder that goes with the result."""
+    """Folder that keeps spilled payloads for a restart; None: a temporary folder, removed with the result."""
     control_timeout_s: float | None = None
     """The longest wait for other ranks; None: ``2 * timeout_s + 60``."""
 

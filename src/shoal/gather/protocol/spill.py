@@ -1,4 +1,4 @@
-"""Where downloads land: memory while it lasts, otherwise files that a restarted gather can use again."""
+"""The storage of downloads: memory within a limit, otherwise files that a restarted gather can reuse."""
 
 import json
 import os
@@ -27,14 +27,14 @@ class Landing:
     def write(self, block: bytes) -> None:
         self.size += len(block)
         if self.size > self._limit:
-            raise PayloadRejected("oversize", f"more bytes came than the announced {self._limit}")
+            raise PayloadRejected("oversize", f"more bytes were received than the announced {self._limit}")
         if self._file is not None:
             self._file.write(block)
         else:
             self.data += block  # type: ignore[operator]  # pyrefly: ignore
 
     def finish(self) -> None:
-        """Makes a file visible under its name."""
+        """Make a file visible under its name."""
         if self._file is not None and self.path is not None:
             self._file.close()
             os.replace(self._file.name, self.path)
@@ -48,7 +48,7 @@ class Landing:
 
 
 class Spill:
-    """Decides memory or disk for each payload of one rank, and finds files that an earlier run validated."""
+    """Chooses memory or disk for each payload of one rank, and finds files that an earlier run validated."""
 
     def __init__(self, plan: GatherPlan, spec: GradientSpec, config: GatherConfig) -> None:
         self._plan, self._spec, self._config = plan, spec, config
@@ -59,7 +59,7 @@ class Spill:
 
     @property
     def keep(self) -> Any:
-        """What a payload must hold on to: the temporary folder, when there is one."""
+        """The temporary folder, if any, that a payload must keep alive."""
         return self._folder
 
     def _directory(self) -> Path:
@@ -87,7 +87,7 @@ class Spill:
         return Landing(None if memory else self._path(uid), size)
 
     def release(self, landing: Landing, size: int) -> None:
-        """Gives back what a discarded download had reserved."""
+        """Release the memory that a discarded download had reserved."""
         landing.discard()
         if landing.data is not None:
             with self._lock:
@@ -98,14 +98,14 @@ class Spill:
         return {"etag": tag, "size": info.size, "mtime_us": info.mtime_us, "spec_hash": self._spec.hash}
 
     def remember(self, path: Path, info: ObjectInfo, digest: str) -> None:
-        """Notes next to a validated file what it is, for a restart."""
+        """Write a description next to a validated file, for a restart."""
         if self._config.spill_dir is not None:
             note = path.with_name(path.name + ".json")
             with appearing(note) as part:
                 Path(part).write_text(canonical_json(self._stamp(info) | {"digest": digest}))
 
     def recall(self, uid: int, info: ObjectInfo) -> tuple[Path, str] | None:
-        """A file of an earlier run with this very object, and the digest that it must have; or None."""
+        """Return an earlier run's file of the same object with its expected digest, or None."""
         if self._config.spill_dir is None or self._config.spill == "memory":
             return None
         path = self._path(uid)

@@ -23,12 +23,12 @@ _OK, _POISON = 0, 1
 
 
 class Poisoned(GatherError):
-    """An owner could not read a payload that it had validated; every rank leaves the update together."""
+    """An owner could not read a payload that it had validated; all ranks abandon the update together."""
 
 
 @dataclass
 class Slice:
-    """Some chunks of one parameter of one peer, ready to be added."""
+    """Some chunks of one parameter of one peer, ready for summing."""
 
     uid: int
     idxs: Tensor
@@ -39,7 +39,7 @@ class Slice:
 
 @dataclass
 class Pending:
-    """A wave under way: its works, its buffers, and what they take of the host's memory."""
+    """A started wave: its works, its buffers, and their host memory."""
 
     index: int
     ids: Tensor
@@ -54,10 +54,10 @@ class Pending:
 
 
 class Waves:
-    """Starts and finishes waves. With everything on this rank, a wave is a look into the spill files.
+    """Starts and finishes waves. If everything is on this rank, a wave reads the spill files directly.
 
-    A wave stages one slice per peer and no more, whatever the number of ranks: what an owner sends of adjacent chunks
-    goes out from its mapping, and other chunks are copied for as many ranks at a time as it owns peers of the wave.
+    A wave stages at most one slice per peer, for any number of ranks: an owner sends adjacent chunks directly from
+    its mapping, and copies other chunks for as many ranks at a time as it owns peers of the wave.
     """
 
     def __init__(self, holding: Holding, control: Control) -> None:
@@ -68,7 +68,7 @@ class Waves:
         self.seconds = 0.0
 
     def start(self, index: int, ids: Sequence[Tensor], uids: Sequence[int], *, replicated: bool) -> Pending:
-        """Begins to bring chunks ``ids[rank]`` of a parameter of some peers to each rank; the same on every rank."""
+        """Start sending chunks ``ids[rank]`` of a parameter of some peers to each rank; all ranks must call it."""
         begin = time.perf_counter()
         pending = Pending(index, ids[self.control.rank], uids, replicated)
         if not self.local and replicated:
@@ -96,7 +96,7 @@ class Waves:
         self.staged_bytes -= n
 
     def release(self, pending: Pending) -> None:
-        """Lets a finished wave's memory go; its slices may not be used any more."""
+        """Free a finished wave's memory; its slices must not be used afterwards."""
         pending.buffers.clear()
         pending.keep.clear()
         self._unstage(pending, pending.staged_bytes)
@@ -110,7 +110,7 @@ class Waves:
         return HEADER_BYTES + raw - idxs - vals, idxs, vals
 
     def _head(self, uid: int, pending: Pending) -> bytes:
-        """Header and quant block of an own peer's slice; a poison header when it cannot be read."""
+        """Header and quant block of this rank's peer's slice; a poison header if it cannot be read."""
         status, quant = _OK, b""
         try:
             ref = self.holding.refs[uid]
@@ -144,8 +144,7 @@ class Waves:
                 pending.works.append(self.control.start_recv(part, self.holding.owners[uid]))
 
     def _send(self, own: Sequence[int], ids: Sequence[Tensor], pending: Pending) -> None:
-        """Each rank's chunks of this rank's peers. At most ``len(own)`` copies exist at a time."""
-        param = self.holding.spec.params[pending.index]
+        """Send each rank its chunks of this rank's peers. At most ``len(own)`` copies exist at a time."""
         copies: deque[tuple[int, list[Any], list[Tensor]]] = deque()
         for uid in own:
             head = self._stage(pending, self._sizes(uid, pending.index, 0)[0])
@@ -153,12 +152,12 @@ class Waves:
             pending.keep.append(head)
             for rank in (r for r in range(self.control.world) if r != self.control.rank):
                 size = sum(self._sizes(uid, pending.index, len(ids[rank]))[1:])
-                copy = uid in pending.unreadable or run_of(param, ids[rank]) is None
+                copy = uid in pending.unreadable or run_of(ids[rank]) is None
                 if copy and len(copies) >= len(own):
                     n, works, _ = copies.popleft()
                     self.control.wait(works)
                     self._unstage(pending, n)
-                if uid in pending.unreadable:  # the bytes that a receiver waits for; nobody will look at them
+                if uid in pending.unreadable:  # bytes that a receiver waits for, but never reads
                     parts = list(self._stage(pending, size).split(self._sizes(uid, pending.index, len(ids[rank]))[1:]))
                 else:
                     parts = list(chunk_bytes_of(self.holding.refs[uid], pending.index, ids[rank]))
@@ -175,7 +174,7 @@ class Waves:
             pending.keep += parts
 
     def finish(self, pending: Pending) -> list[Slice]:
-        """The slices of a wave, in the order of its UIDs. Raises Poisoned on all ranks if an owner could not read."""
+        """Return the slices of a wave, in the order of its UIDs. If an owner cannot read, all ranks raise Poisoned."""
         if self.local:
             return [self._local_slice(uid, pending) for uid in pending.uids]
         begin = time.perf_counter()
@@ -190,7 +189,7 @@ class Waves:
             else:
                 magic, status, said = b"SLOT", _POISON if uid in pending.unreadable else _OK, uid
             if magic != b"SLOT" or said != uid or status != _OK:
-                raise Poisoned(f"rank {owner} cannot read peer {uid}'s payload any more")
+                raise Poisoned(f"rank {owner} can no longer read peer {uid}'s payload")
             if buffer is None:
                 slices.append(self._own_slice(uid, pending))
                 continue
@@ -201,7 +200,7 @@ class Waves:
         return slices
 
     def drain(self, pending: Sequence[Pending]) -> None:
-        """Waits for waves that nobody will use, so that no rank is left inside one."""
+        """Wait for unused waves, so that no rank is left inside one."""
         for wave in pending:
             self.control.wait(wave.works)
 
@@ -209,13 +208,13 @@ class Waves:
         try:
             self.holding.refs[uid].check_readable()
         except OSError as error:
-            raise Poisoned(f"peer {uid}'s payload cannot be read any more: {error}") from error
+            raise Poisoned(f"peer {uid}'s payload can no longer be read: {error}") from error
         return self._own_slice(uid, pending)
 
     def _own_slice(self, uid: int, pending: Pending) -> Slice:
         ref = self.holding.refs[uid]
         idxs, vals = chunk_bytes_of(ref, pending.index, pending.ids)
-        if run_of(ref.spec.params[pending.index], pending.ids) is None:
+        if run_of(pending.ids) is None:
             self._account(pending, len(idxs) + len(vals))
         return Slice(uid, idxs, vals, ref.table(pending.index), self.holding.codes[uid][pending.index])
 

@@ -1,4 +1,4 @@
-"""One whole window: gather, overlap, update, artifact."""
+"""One complete window: gather, overlap, update, artifact."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ from shoal.gather.update.tiles import UpdateLedger
 log = logging.getLogger("shoal.gather")
 
 UPLOAD_TRIES = 3
-UPLOAD_WAIT_S = 2.0  # a quick upload is over when run_window returns; a slow one continues in the background
+UPLOAD_WAIT_S = 2.0  # a quick upload ends before run_window returns; a slow one continues in the background
 
 
 @dataclass(kw_only=True)
@@ -39,7 +39,7 @@ class Upload:
     thread: threading.Thread | None = field(default=None, repr=False)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the artifact is in the store."""
+        """Wait for the upload; return whether the artifact is in the store."""
         if self.thread is not None:
             self.thread.join(timeout_s)
         return self.ok
@@ -47,7 +47,7 @@ class Upload:
 
 @dataclass(kw_only=True)
 class WindowReport:
-    """What became of a window on this rank."""
+    """The outcome of a window on this rank."""
 
     decision: str = SKIP
     result: GatherResult | None = None
@@ -56,7 +56,7 @@ class WindowReport:
     artifact_sha256: str | None = None
     unready: dict[int, str] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
-    """The structured record of this window and rank; rank 0's has the global numbers, too."""
+    """The structured log record of this window and rank; rank 0's also has the global numbers."""
     upload: Upload | None = None
 
 
@@ -82,11 +82,11 @@ def run_window(
     scores: Mapping[int, float] | None = None,
     sink: Sink | None = None,
 ) -> WindowReport:
-    """Gathers a window, checks overlap, applies the outer update and publishes the artifact.
+    """Gather a window, check overlap, apply the outer update and publish the artifact.
 
-    SKIP is decided before any parameter is touched and leaves model, optimizer and ledger as they were. Raises on all
-    ranks alike: AlreadyApplied (before any fetch), PlanMismatch, GatherDivergence, RankFailure, BudgetTooSmall, and
-    UpdateInterrupted once parameters were touched. An artifact that cannot be written is logged; the update is kept.
+    SKIP is decided before any parameter changes and leaves model, optimizer and ledger unchanged. Raises on all ranks:
+    AlreadyApplied (before any fetch), PlanMismatch, GatherDivergence, RankFailure, BudgetTooSmall, and
+    UpdateInterrupted once parameters have changed. A failure to write the artifact is logged; the update is kept.
     """
     config = config or GatherConfig()
     _refuse_replay(plan, ledger, group, config)
@@ -99,7 +99,7 @@ def run_window(
             report.overlap = index_overlap(
                 result, spec=spec, threshold=overlap_threshold, group=group, control_timeout_s=timeout_s
             )
-        except PayloadsUnreadable as error:  # the update would find it, too
+        except PayloadsUnreadable as error:  # the update would fail in the same way
             log.warning("window %d: not applied: %s", result.window, error)
             report.unready = error.unready
             report.update = UpdateReport(window=result.window, unready=error.unready)
@@ -120,7 +120,7 @@ def run_window(
 
 
 def _refuse_replay(plan: GatherPlan | None, ledger: UpdateLedger | None, group: Any, config: GatherConfig) -> None:
-    """Before any fetch: rank 0's window against every rank's ledger."""
+    """Check rank 0's window against every rank's ledger, before any fetch."""
     control = Control(group, timeout_s=config.control_timeout(plan))
     window = plan.window if control.rank == 0 and isinstance(plan, GatherPlan) else -1
     if control.world > 1:
@@ -144,7 +144,7 @@ def _publish(
         report.artifact_sha256 = write_artifact(
             result, path, spec=spec, group=group, budget_bytes=budget_bytes, control_timeout_s=timeout_s
         )
-    except GatherError:  # a rank that died now among them: the next gather will say so
+    except GatherError:  # including a rank that died now: the next gather reports it
         log.exception("window %d: the artifact was not written; the update is kept", result.window)
     if report.artifact_sha256 is None:
         folder.remove()

@@ -20,34 +20,34 @@ READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What ``head`` says of an object: announced bytes, the store's timestamp, and a tag that changes with content."""
+    """The result of ``head``: announced bytes, the store's timestamp, and a tag that changes with the content."""
 
     size: int
     mtime_us: int
     etag: str = ""
     location: str = ""
-    """The store's own name for it, so that a read goes where the head looked."""
+    """The store's own name for the object, so that a read uses the same one as the head."""
 
 
 class PayloadStore(Protocol):
-    """Four calls. A store reports trouble as StoreError; any other exception is taken for a bug of this rank."""
+    """The four calls of a store. It reports failures as StoreError; any other exception counts as this rank's bug."""
 
     async def head(self, window: int, uid: int, *, version: str = "0", key: str = "gradient") -> ObjectInfo | None:
-        """The object's size, time and tag; None when it is absent."""
+        """Return the object's size, time and tag; None if it is absent."""
         ...
 
     def stream(
         self, window: int, uid: int, info: ObjectInfo, offset: int = 0, *, version: str = "0", key: str = "gradient"
     ) -> AsyncIterator[bytes]:
-        """The bytes from ``offset``; ObjectChanged when the object is no longer the one of ``info``."""
+        """Yield the bytes from ``offset``; ObjectChanged if the object is no longer the one of ``info``."""
         ...
 
     async def put_artifact(self, window: int, version: str, path: str | os.PathLike[str]) -> None:
-        """Publishes a file, whole or not at all. Equal bytes again are a no-op, other bytes a permanent StoreError."""
+        """Publish a file atomically. If it exists, equal bytes are a no-op and others a permanent StoreError."""
         ...
 
     async def open_artifact(self, window: int, version: str) -> "ArtifactReader | None":
-        """The window's artifact, or None."""
+        """Return the window's artifact, or None."""
         ...
 
 
@@ -62,7 +62,7 @@ def artifact_name(window: int, version: str) -> str:
 
 
 class Folder:
-    """``path`` exists until ``remove`` is called or nobody holds this object any more."""
+    """A temporary folder ``path`` that exists until ``remove`` is called or this object is deleted."""
 
     def __init__(self, prefix: str) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=prefix))

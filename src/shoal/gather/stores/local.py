@@ -32,10 +32,9 @@ class LocalDirStore:
                 return _info(os.stat(path), str(path))
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            except PermissionError as error:
-                raise StoreError(f"{path.name}: {error.strerror}", permanent=True) from error
             except OSError as error:
-                raise StoreError(f"{path.name}: {error.strerror}") from error
+                denied = isinstance(error, PermissionError)
+                raise StoreError(f"{path.name}: {error.strerror}", permanent=denied) from error
         return None
 
     async def stream(
@@ -50,7 +49,7 @@ class LocalDirStore:
         except OSError as error:
             raise StoreError(f"{name}: {error.strerror}", permanent=isinstance(error, PermissionError)) from error
         with file:
-            # The open file keeps its contents when another is renamed over it; only the start can be too late.
+            # An open file keeps its contents when another is renamed over it, so checking once is enough.
             if info.etag and _info(os.fstat(file.fileno()), path).etag != info.etag:
                 raise ObjectChanged(f"{name} was replaced")
             file.seek(offset)
@@ -70,7 +69,7 @@ class LocalDirStore:
         key: str = "gradient",
         format: str = "safetensors",
     ) -> Path:
-        """A peer's upload: written to a temporary file and renamed."""
+        """Upload as a peer does: write a temporary file and rename it."""
         path = self.root / f"{payload_name(window, uid, version, key)}.{format}"
         path.parent.mkdir(parents=True, exist_ok=True)
         with appearing(path) as temporary:
@@ -85,7 +84,7 @@ class LocalDirStore:
             if target.exists():
                 if filecmp.cmp(path, target, shallow=False):
                     return
-                raise StoreError(f"{target.name} exists with other bytes", permanent=True)
+                raise StoreError(f"{target.name} exists with different content", permanent=True)
             target.parent.mkdir(parents=True, exist_ok=True)
             with appearing(target) as temporary:
                 shutil.copyfile(path, temporary)

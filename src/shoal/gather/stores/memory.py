@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class MemoryObject:
-    """An object; ``etag=None`` is a hash of the data, ``size`` is announced instead of ``len(data)``."""
+    """An object; ``etag=None``: a hash of the data; ``size``, if given, is announced instead of ``len(data)``."""
 
     data: bytes
     mtime_us: int = 0
@@ -76,7 +76,7 @@ class MemoryStore:
         while True:
             found = self.objects.get((window, uid))
             if found is None:
-                raise StoreError(f"object {uid} of window {window} is gone")
+                raise StoreError(f"object {uid} of window {window} was removed")
             if info.etag and found.tag != info.etag:
                 raise ObjectChanged(f"object {uid} of window {window} was replaced")
             block = found.data[offset : offset + READ_BYTES]
@@ -86,14 +86,14 @@ class MemoryStore:
             offset += len(block)
 
     def put(self, window: int, uid: int, data: bytes, *, mtime_us: int = 0) -> None:
-        """A peer's upload."""
+        """Upload as a peer does."""
         self.objects[window, uid] = MemoryObject(data, mtime_us)
 
     async def put_artifact(self, window: int, version: str, path: str | os.PathLike[str]) -> None:
         name = artifact_name(window, version)
         data = await asyncio.to_thread(Path(path).read_bytes)
         if self.artifacts.setdefault((window, version), data) != data:
-            raise StoreError(f"{name} exists with other bytes", permanent=True)
+            raise StoreError(f"{name} exists with different content", permanent=True)
 
     async def open_artifact(self, window: int, version: str) -> "ArtifactReader | None":
         from shoal.gather.artifact.reader import ArtifactReader

@@ -1,4 +1,4 @@
-"""One S3-compatible bucket per peer, through obstore: a HEAD, then ranged GETs that hold the object to its tag."""
+"""One S3-compatible bucket per peer, through obstore: a HEAD, then ranged GETs that check the object's tag."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class BucketRef:
-    """Where one party keeps its objects, and how to read them. Secrets are never printed.
+    """The bucket of one party, and its credentials, which are never printed.
 
     Without keys, and with ``anonymous=False``, the machine's own credentials are used.
     """
@@ -42,8 +42,8 @@ class BucketRef:
 class S3Store:
     """``peers`` maps UIDs to their buckets; objects have the names of :class:`LocalDirStore`'s files.
 
-    Retries are the gather's, not the client's: a 5xx, a timeout (``timeout_s`` per request) or a broken connection is
-    one failed try. 401, 403 and a bucket that does not exist are final.
+    The gather retries, not the client: a 5xx, a timeout (``timeout_s`` per request) or a broken connection is one
+    failed try. 401, 403 and a missing bucket are not retried.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class S3Store:
 
     def _peer(self, uid: int) -> BucketRef:
         if uid not in self.peers:
-            raise StoreError(f"no bucket is known for peer {uid}", permanent=True)
+            raise StoreError(f"S3Store: peers has no bucket for peer {uid}", permanent=True)
         return self.peers[uid]
 
     async def head(self, window: int, uid: int, *, version: str = "0", key: str = "gradient") -> ObjectInfo | None:
@@ -107,7 +107,7 @@ class S3Store:
         return None
 
     async def _check_bucket(self, ref: BucketRef, location: str) -> None:
-        """The 404 of a HEAD does not tell a missing object from a missing bucket; the body of a GET does."""
+        """Tell a missing bucket from a missing object by the body of a GET, because the 404 of a HEAD does not."""
         with _errors(location):
             try:
                 await self._client(ref).get_async(location)
@@ -165,7 +165,7 @@ class S3Store:
         key: str = "gradient",
         format: str = "safetensors",
     ) -> None:
-        """A peer's upload to its own bucket."""
+        """Upload to a peer's bucket, as the peer does."""
         location = f"{payload_name(window, uid, version, key)}.{format}"
         with _errors(location):
             await self._client(self._peer(uid)).put_async(location, data)
@@ -191,7 +191,7 @@ class S3Store:
                         break
                 else:
                     return True
-        raise StoreError(f"{location} exists with other bytes", permanent=True)
+        raise StoreError(f"{location} exists with different content", permanent=True)
 
     async def open_artifact(self, window: int, version: str) -> "ArtifactReader | None":
         from shoal.gather.artifact.reader import ArtifactReader
@@ -217,7 +217,7 @@ class S3Store:
 
 @contextlib.contextmanager
 def _errors(location: str) -> Any:
-    """The client's exceptions as StoreErrors that name the object and the status, and never a credential."""
+    """Convert the client's exceptions to StoreErrors that name the object and the status, but no credential."""
     from obstore import exceptions as obs
 
     try:

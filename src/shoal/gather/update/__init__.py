@@ -1,1 +1,1 @@
-"""The outer update: accepted payloads added up and applied inside a byte budget."""
+"""The outer update: accepted payloads are summed and applied within a byte budget."""

@@ -1,4 +1,4 @@
-"""From peers' chunks to the dense update: canonical order, float32, one addition per position and peer."""
+"""Sum peers' chunks into the dense update: in canonical order, float32, one addition per position and peer."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -19,8 +19,8 @@ REDUCTIONS = ("count_mean", "peer_mean", "sum")
 
 
 class TileSum:
-    """The sums of one tile over its waves. With ``dense`` (CPU, float32) finished chunks are laid out right there;
-    otherwise ``values`` holds them, [chunks, totalk]."""
+    """The sums of one tile over its waves. With ``dense`` (CPU, float32) finished chunks are written there; otherwise
+    ``values`` holds them, [chunks, totalk]."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class TileSum:
         )  # fmt: skip
 
     def _add_reference(self, slices: Sequence[Slice], factors: Tensor, first: bool, last: bool) -> None:
-        """The meaning, on any device: read, add, write; a peer has no position twice, so no order is left to chance."""
+        """Add in plain torch, on any device; deterministic, because a peer has no position twice."""
         assert self.values is not None
         assert self.counts is not None
         if first:
@@ -107,7 +107,7 @@ class TileSum:
 
 
 def decode(slice_: Slice, param: ParamSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 indices and float32 values of a slice, [chunks, k], on a device."""
+    """Return int64 indices and float32 values of a slice, [chunks, k], on a device."""
     idxs, vals = slice_.idxs.to(device), slice_.vals.to(device)
     if param.codec == "packed12":
         index = unpack12_reference(idxs).reshape(-1, param.k)
@@ -122,15 +122,15 @@ def decode(slice_: Slice, param: ParamSpec, device: torch.device) -> tuple[Tenso
 
 
 class BandWriter:
-    """Finished chunk values to the local gradient, one row of chunks at a time, cast once; sees every float32 row in
-    order, for the hash and the sums. Holds one band: chunk height times columns."""
+    """Writes finished chunk values to the local gradient, one row of chunks at a time, cast once, and adds each float32
+    row, in order, to the hash and the sums. Holds one band: chunk height times columns."""
 
     def __init__(self, region: Region, target: Tensor, digest: Any) -> None:
         self.region, self.target, self.digest = region, target, digest
         _, self.across, self.height, self.width = region.param.blocks
         self.band: Tensor | None = None
         self.squares = self.total = 0.0
-        self.finite = True  # after the cast: float16 has no room for what float32 holds
+        self.finite = True  # after the cast, which can overflow float16
 
     def write(self, ids: Tensor, values: Tensor) -> None:
         region, h, w = self.region, self.height, self.width

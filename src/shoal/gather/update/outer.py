@@ -1,4 +1,4 @@
-"""The outer update: accepted payloads, streamed in one fixed order inside a byte budget, one parameter at a time."""
+"""The outer update: streams accepted payloads in a fixed order within a byte budget, one parameter at a time."""
 
 import copy
 import logging
@@ -28,7 +28,7 @@ from shoal.gather.update.tiles import UpdateLedger, clip_factors
 
 
 class Snapshot:
-    """Parameters and their optimizer state as they were before each was stepped."""
+    """Copies of parameters and their optimizer state from before their steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -53,7 +53,7 @@ log = logging.getLogger("shoal.gather")
 
 @dataclass(kw_only=True)
 class UpdateReport:
-    """What an outer update did. ``param_norms`` and ``param_means`` are of the update, before the optimizer."""
+    """The results of an outer update. ``param_norms`` and ``param_means`` are of the update, before the optimizer."""
 
     window: int = 0
     decision: str = SKIP
@@ -65,7 +65,7 @@ class UpdateReport:
     peak_bytes: int = 0
     bytes_exchanged: int = 0
     staged_bytes: int = 0
-    """Most host bytes of raw waves at a time here: up to ``prefetch * wave_peers`` slices of a tile's chunks."""
+    """Peak host bytes of raw waves on this rank: up to ``prefetch * wave_peers`` slices of a tile's chunks."""
     min_median_norm: float = 0.0
     max_median_norm: float = 0.0
     param_norms: dict[str, float] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class UpdateReport:
     total_elements: int = 0
     update_hash: str = ""
     unready: dict[int, str] = field(default_factory=dict)
-    """Ranks that made all ranks skip, and why."""
+    """Ranks that made all ranks skip, with the reason."""
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
     """``exchange_s``, ``accumulate_s`` and ``step_s`` of this rank."""
 
@@ -96,22 +96,22 @@ def outer_update(
     snapshot: str | None = None,
     control_timeout_s: float = 240.0,
 ) -> UpdateReport:
-    """Adds up the accepted payloads and steps the optimizer, one parameter's gradient at a time.
+    """Sum the accepted payloads and step the optimizer, one parameter's gradient at a time.
 
     The sum at every position runs in canonical order in float32, whatever the budget, the waves and the world size, so
-    replicas and reruns get the same bits. Device memory stays within ``budget_bytes``, however many peers there are.
+    replicas and reruns get the same bits. Device memory stays within ``budget_bytes`` for any number of peers.
 
     Args:
         source: aggregate, partial, sequence of partials, or artifact reader. With ``group``, each rank's own result of
-            one gather; without, a source that holds everything. Empty or SKIP: nothing changes.
+            one gather; without, a source with all payloads. Empty or SKIP: nothing changes.
         clip: ``"median"`` scales a peer's parameter down to the lower median norm; ``"none"`` does not.
         reduction: ``"count_mean"`` (over the peers that sent a position), ``"peer_mean"`` or ``"sum"``.
-        verify: compares the hash of the update over the ranks; GatherDivergence when it differs.
-        snapshot: ``"cpu"`` keeps copies of the parameters touched in this call and puts them back when it fails.
+        verify: compare the hash of the update between ranks; GatherDivergence if it differs.
+        snapshot: ``"cpu"`` keeps copies of the parameters changed in this call and restores them if it fails.
 
     Raises:
-        BudgetTooSmall, AlreadyApplied: before anything is touched, on all ranks.
-        UpdateInterrupted: a rank died or a payload could not be read any more half way.
+        BudgetTooSmall, AlreadyApplied: before anything changes, on all ranks.
+        UpdateInterrupted: a rank died or a payload became unreadable midway.
     """
     if clip not in ("median", "none"):
         raise ConfigError(f"outer_update: clip must be 'median' or 'none', got {clip!r}")
@@ -142,7 +142,7 @@ def outer_update(
         if isinstance(error, GatherDivergence) or not isinstance(error, Exception):
             raise
         if not isinstance(error, RankFailure | Poisoned):
-            control.give_up()  # the others need not wait for this rank until their deadline
+            control.give_up()  # so that the others do not wait until their deadline
         raise UpdateInterrupted(report.applied_params, str(error)) from error
     report.decision = APPLY
     if ledger is not None:
@@ -151,7 +151,7 @@ def outer_update(
 
 
 class _Update:
-    """One parameter after the other, from its sum to its step."""
+    """Sums and steps one parameter after the other."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class _Update:
         self.clip, self.reduction, self.keeper, self.verify = clip, reduction, keeper, verify
         self.holding, self.control = tiling.holding, tiling.control
         self.hash = blake2b(digest_size=32)
-        self.shared_hash = blake2b(digest_size=32)  # of the whole parameters, when others are sharded
+        self.shared_hash = blake2b(digest_size=32)  # of unsharded parameters, if others are sharded
         self.step_s = 0.0
 
     def run(self) -> None:
@@ -192,13 +192,13 @@ class _Update:
         report.seconds = {"exchange_s": waves.seconds, "accumulate_s": work.accumulate_s, "step_s": self.step_s}
 
     def _clear_gradients(self) -> None:
-        """A step must see the gradient of one parameter only, whatever else the optimizer holds."""
+        """Clear all gradients, because a step must see that of one parameter only."""
         for p in self.model.parameters():
             p.grad = None
         self.optimizer.zero_grad(set_to_none=True)
 
     def replica_hash(self) -> int:
-        """63 bits over what ranks have in common: everything, or the parameters that are not sharded."""
+        """63 bits over the data that ranks share: everything, or the parameters that are not sharded."""
         digest = self.hash if all(self.tiling.replicated) else self.shared_hash
         return int.from_bytes(digest.digest()[:8], "little") >> 1
 
@@ -219,7 +219,7 @@ class _Update:
             summed.run()
         except (RankFailure, Poisoned):
             raise
-        except Exception as error:  # the others must not wait for this rank: told with the next collective
+        except Exception as error:  # the next collective notifies the others
             failure = error
         agreed = self.control.minimum(0 if failure is not None or summed is None else 1 if not summed.finite else 2)
         if agreed == 0 or summed is None:

@@ -1,4 +1,4 @@
-"""One parameter of the outer update: tiles and waves, and the local gradient that comes of them."""
+"""One parameter of the outer update: tiles, waves, and the resulting local gradient."""
 
 import math
 import time
@@ -25,7 +25,7 @@ _HASH_ROWS_BYTES = 4 << 20  # finished rows go to the hash in pieces of about th
 
 @dataclass
 class Summing:
-    """What all parameters of one update share."""
+    """The data that all parameters of one update share."""
 
     tiling: Tiling
     waves: Waves
@@ -36,9 +36,9 @@ class Summing:
 
 
 class ParamSum:
-    """``run`` leaves the local part of the update in ``gradient``, in the parameter's dtype, and its sums next to it.
+    """The local part of one parameter's update: ``run`` computes ``gradient``, in the parameter's dtype, and its sums.
 
-    ``digest`` continues that of the parameters before it: name, 0, float32 bytes of this rank's rows before the cast.
+    ``digest`` continues that of earlier parameters: name, 0, float32 bytes of this rank's rows before the cast.
     """
 
     def __init__(self, work: Summing, index: int, factors: Tensor, digest: Any) -> None:
@@ -69,7 +69,7 @@ class ParamSum:
         if self.direct:
             sums = _core.gather_block_sums(self.gradient.data_ptr(), self.gradient.numel())
             self.squares, self.total = sums.squares, sums.values
-            for job in self._jobs:  # the hash is the slowest part; the sums were taken meanwhile
+            for job in self._jobs:  # the hash is the slowest part; the sums were computed meanwhile
                 job.result()
         else:
             self.squares, self.total = self._writer.squares, self._writer.total
@@ -88,13 +88,13 @@ class ParamSum:
         )
 
     def _run_local(self, plan: TilePlan) -> None:
-        """All payloads are here: a tile is one call over all peers, in pieces whose rows are hashed meanwhile. Chunks
-        that do not follow each other have to be copied, which is done for one wave at a time."""
+        """Sum payloads that are all on this rank: one call over all peers per tile, in pieces whose rows are hashed
+        meanwhile. Chunks that are not adjacent are copied, for one wave at a time."""
         waves, uids = self.work.waves, self.work.uids
         for ids in self.region.chunks.split(max(plan.tile_chunks, 1)):
             for piece in self._pieces(ids):
                 begin = time.perf_counter()
-                g = len(uids) if run_of(self.param, piece) is not None else self.tiling.wave_peers
+                g = len(uids) if run_of(piece) is not None else self.tiling.wave_peers
                 tile = self._tile_sum(piece, one_call=g >= len(uids))
                 for j in range(0, len(uids), g):
                     pending = waves.start(
@@ -119,7 +119,7 @@ class ParamSum:
         yield from (piece for piece in ids.split(max(size, 1)) if len(piece))
 
     def _hash_rows(self, last_chunk: int) -> None:
-        """Queues the rows that are complete once ``last_chunk`` is."""
+        """Queue the rows that ``last_chunk`` completes."""
         _, across, h, w = self.param.blocks
         y, x = divmod(last_chunk, across)
         complete = y + 1 if x + 1 == -(-self.region.column1 // w) else y
@@ -130,7 +130,7 @@ class ParamSum:
             self._hashed = stop
 
     def _run_waves(self, tiles: list[TilePlan]) -> None:
-        """Lockstep over the ranks' tiles; up to ``prefetch`` waves are under way while one is added."""
+        """Process the ranks' tiles in lockstep; up to ``prefetch`` waves are in flight while one is added."""
         waves, uids, g = self.work.waves, self.work.uids, self.tiling.wave_peers
         rounds = max(t.tiles for t in tiles)
         by_rank = self.tiling.chunks[self.index]

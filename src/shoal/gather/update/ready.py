@@ -1,4 +1,4 @@
-"""The last step before a parameter is touched: can every rank go through with the update, and who needs what."""
+"""The last step before a parameter changes: check that all ranks can make the update, and exchange their parts."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from shoal.gather.update.tiles import TilePlan, UpdateLedger, tile_plan
 
 @dataclass
 class Tiling:
-    """What of every parameter is on which rank, in which tiles; lists are by parameter, inner ones by rank."""
+    """The parts and tiles of every parameter on every rank; lists are by parameter, inner ones by rank."""
 
     holding: Holding
     control: Control
@@ -32,12 +32,12 @@ class Tiling:
     chunks: list[list[Tensor]] = field(default_factory=list)
     tiles: list[list[TilePlan]] = field(default_factory=list)
     replicated: list[bool] = field(default_factory=list)
-    """Every rank holds the whole parameter."""
+    """Whether every rank holds the complete parameter."""
     counted: list[bool] = field(default_factory=list)
-    """This rank's rows count in global sums: no lower rank holds the same ones."""
+    """Whether this rank's rows count in global sums, because no lower rank holds the same ones."""
 
     def find(self, model: torch.nn.Module) -> None:
-        """This rank's parameters and its parts of them."""
+        """Find this rank's parameters and its parts of them."""
         named = dict(model.named_parameters())
         for param in self.holding.spec.params:
             if param.name not in named:
@@ -45,13 +45,13 @@ class Tiling:
             tensor = named[param.name]
             if tuple(tensor.shape) != param.shape:
                 raise ConfigError(
-                    f"outer_update: {param.name!r} has shape {tuple(tensor.shape)}, the spec {param.shape}"
+                    f"outer_update: {param.name!r} has shape {tuple(tensor.shape)}, but the spec has {param.shape}"
                 )
             self.parameters.append(tensor)
             self.regions.append(region_of(param, tensor))
 
-    def said(self) -> list[list[int]]:
-        """This rank's parts as the others need to know them; empty for a whole parameter."""
+    def own_parts(self) -> list[list[int]]:
+        """This rank's parts for the other ranks; empty for a complete parameter."""
         shapes = [param.shape for param in self.holding.spec.params]
         return [
             [] if region.numel == math.prod(shape) else [*region.key, region.numel]
@@ -73,7 +73,7 @@ class Tiling:
         )
 
     def needed(self) -> int:
-        """0, or the budget that would do for every parameter."""
+        """0, or the smallest budget for all parameters."""
         needed, short = 0, False
         for index, region in enumerate(self.regions):
             try:
@@ -83,10 +83,10 @@ class Tiling:
                 needed, short = max(needed, error.needed), True
         return needed if short else 0
 
-    def plan(self, said: list[list[list[int]]]) -> None:
-        """Every rank's chunks and tiles, from what each of them said: slices can be sent without asking for them."""
+    def plan(self, parts_of_ranks: list[list[list[int]]]) -> None:
+        """Compute every rank's chunks and tiles from their parts, so that slices can be sent without a request."""
         for index, param in enumerate(self.holding.spec.params):
-            keys = [tuple(parts[index]) for parts in said]
+            keys = [tuple(parts[index]) for parts in parts_of_ranks]
             mine = keys[self.control.rank]
             self.replicated.append(not any(keys))
             self.counted.append(keys.index(mine) == self.control.rank)
@@ -103,28 +103,28 @@ class Tiling:
 
 
 def get_ready(tiling: Tiling, model: torch.nn.Module, ledger: UpdateLedger | None) -> dict[int, str]:
-    """Completes the tiling when all ranks are ready; otherwise says which are not, and why.
+    """Complete the tiling if all ranks are ready; otherwise return the ranks that are not, with the reason.
 
-    Raises the same on all ranks: AlreadyApplied, BudgetTooSmall, or the caller's mistake on any rank.
+    Raises the same error on all ranks: AlreadyApplied, BudgetTooSmall, or ConfigError for a mistake on any rank.
     """
     control, window = tiling.control, tiling.holding.manifest.window
-    said: dict[str, Any] = {"reason": "", "wrong": False, "needed": 0, "applied": False, "parts": []}
+    status: dict[str, Any] = {"reason": "", "wrong": False, "needed": 0, "applied": False, "parts": []}
     error: Exception | None = None
     try:
-        said["applied"] = ledger is not None and ledger.applied(window)
+        status["applied"] = ledger is not None and ledger.applied(window)
         tiling.find(model)
-        said["parts"] = tiling.said()
-        said["needed"] = tiling.needed()
-        said["reason"] = _unreadable(tiling.holding)
-    except Exception as caught:  # told to the others first
-        error, said["reason"] = caught, f"{type(caught).__name__}: {caught}"
-        said["wrong"] = isinstance(caught, ConfigError | UnsupportedError)
-    answers = [json.loads(blob) for blob in control.all_gather_bytes(canonical_json(said).encode())]
-    if error is not None and (said["wrong"] or control.world == 1):
+        status["parts"] = tiling.own_parts()
+        status["needed"] = tiling.needed()
+        status["reason"] = _unreadable(tiling.holding)
+    except Exception as caught:  # the others are notified first
+        error, status["reason"] = caught, f"{type(caught).__name__}: {caught}"
+        status["wrong"] = isinstance(caught, ConfigError | UnsupportedError)
+    answers = [json.loads(blob) for blob in control.all_gather_bytes(canonical_json(status).encode())]
+    if error is not None and (status["wrong"] or control.world == 1):
         raise error
     for rank, answer in enumerate(answers):
-        if answer["wrong"]:  # the caller's mistake must not be skipped like a bad window
-            raise ConfigError(f"outer_update: rank {rank} cannot take part: {answer['reason']}")
+        if answer["wrong"]:  # a user's mistake must not be skipped like a bad window
+            raise ConfigError(f"outer_update: rank {rank} cannot make the update: {answer['reason']}")
     if any(answer["applied"] for answer in answers):
         if ledger is not None:
             ledger.check(window)
@@ -138,7 +138,7 @@ def get_ready(tiling: Tiling, model: torch.nn.Module, ledger: UpdateLedger | Non
 
 
 def _unreadable(holding: Holding) -> str:
-    """Which spilled payload of this rank is no longer what was accepted; empty when all are."""
+    """The error of a spilled payload on this rank that is no longer the accepted one; empty if there is none."""
     for uid, ref in holding.refs.items():
         if ref.path is not None:
             try:

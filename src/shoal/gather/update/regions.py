@@ -1,4 +1,4 @@
-"""Which part of a parameter is on a rank, and which chunks reach into it: whole, or a DTensor's shard."""
+"""The part of a parameter on a rank, complete or a DTensor's shard, and the chunks that intersect it."""
 
 import math
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Region:
         return chunks_of(self.param, self.row0, self.row1, self.column0, self.column1)
 
     def cut(self, rows: Tensor) -> Tensor:
-        """Some laid-out rows, without the columns in between that other ranks hold."""
+        """Remove the columns that other ranks hold from laid-out rows."""
         if not self.inner:
             return rows
         dense = rows.reshape(len(rows), -1, *self.param.shape[2:])
@@ -65,7 +65,7 @@ def chunks_of(param: ParamSpec, row0: int, row1: int, column0: int, column1: int
 
 
 def _held(param: ParamSpec, tensor: Any, dim: int) -> tuple[int, int]:
-    """(start, length) of this rank's part of one dimension, as the DTensor's own placements cut it."""
+    """(start, length) of this rank's part of one dimension, from the DTensor's placements."""
     index = torch.arange(tensor.shape[dim], device="cpu").reshape([-1 if d == dim else 1 for d in range(tensor.ndim)])
     for mesh_dim, placement in enumerate(tensor.placements):
         if not placement.is_replicate() and placement.dim == dim:
@@ -102,7 +102,7 @@ def _spans(param: ParamSpec, tensor: Any) -> list[tuple[int, int]]:
 
 
 def region_of(param: ParamSpec, tensor: Tensor) -> Region:
-    """The part of ``tensor`` that this rank holds, in the rows and columns that the chunk grid is laid over."""
+    """Return the part of ``tensor`` on this rank, in rows and columns of the chunk grid."""
     shape = param.shape
     spans = _spans(param, tensor)
     offset, local = tuple(start for start, _ in spans), tuple(n for _, n in spans)
@@ -127,7 +127,7 @@ def region_of(param: ParamSpec, tensor: Tensor) -> Region:
 
 
 def _flat_range(shape: tuple[int, ...], offset: tuple[int, ...], local: tuple[int, ...]) -> tuple[int, int] | None:
-    """(first, last + 1) of the part's elements when they follow each other in the whole."""
+    """(first, last + 1) of the part's elements if they are contiguous in the parameter."""
     cut = next(dim for dim in range(len(shape)) if local[dim] != shape[dim])
     if math.prod(local[:cut]) != 1 or local[cut + 1 :] != shape[cut + 1 :]:
         return None
@@ -138,7 +138,7 @@ def _flat_range(shape: tuple[int, ...], offset: tuple[int, ...], local: tuple[in
 
 
 def as_gradient(p: Any, local: Tensor) -> Tensor:
-    """A gradient of parameter ``p``, of the part that this rank holds."""
+    """Turn the gradient of this rank's part into one of parameter ``p``."""
     if not hasattr(p, "placements"):
         return local.reshape(p.shape)
     from torch.distributed.tensor import DTensor

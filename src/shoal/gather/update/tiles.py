@@ -1,4 +1,4 @@
-"""The memory arithmetic of the outer update, clipping, and the ledger: small pure pieces with no tensors to move."""
+"""Small pure pieces of the outer update: memory arithmetic, clipping, and the ledger."""
 
 import math
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ def tile_plan(
     wave_peers: int = 4,
     prefetch: int = 2,
 ) -> TilePlan:
-    """How many chunks of a parameter fit the budget together with its gradient; the number of peers does not matter.
+    """Compute how many chunks of a parameter fit the budget with its gradient, for any number of peers.
 
     Example:
         >>> tile_plan(numel=256, itemsize=4, chunks=16, totalk=16, k=4, raw_per_chunk=10, budget_bytes=4096)
@@ -58,7 +58,7 @@ def tile_plan(
 
 
 def clip_factors(norms: Tensor) -> tuple[Tensor, Tensor]:
-    """The lower median ``m`` of the peers' norms and each peer's factor ``min(1, m / (norm + 1e-8))``, float32.
+    """Return the lower median ``m`` of the peers' norms and each peer's factor ``min(1, m / (norm + 1e-8))``, float32.
 
     Example:
         >>> m, f = clip_factors(torch.tensor([5.0, 3.0, 10.0]))
@@ -73,7 +73,7 @@ def clip_factors(norms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class UpdateLedger:
-    """Which window was applied last, saved with the optimizer; refuses to apply a window twice.
+    """Records the last applied window and refuses to apply one twice; save it with the optimizer.
 
     ``last`` is ``(window, manifest hash)`` or None; ``step`` counts applied windows.
     """
@@ -84,14 +84,14 @@ class UpdateLedger:
         self.step = 0
 
     def applied(self, window: int) -> bool:
-        """Whether this window may not be applied (again)."""
+        """Whether this window or a later one was applied, so that it must not be applied again."""
         return not self.allow_replay and self.last is not None and window <= self.last[0]
 
     def check(self, window: int) -> None:
         if self.applied(window):
             assert self.last is not None
             raise AlreadyApplied(
-                f"window {window} is not after window {self.last[0]}, which was applied last; "
+                f"window {window} must come after window {self.last[0]}, which was applied last; "
                 "use UpdateLedger(allow_replay=True) to apply it again"
             )
 

@@ -1,1 +1,1 @@
-"""Gradients of all ranks into one."""
+"""Combine the gradients of all ranks."""

@@ -1,4 +1,4 @@
-"""Gradients of all ranks into one: the interface, the local case, and what every aggregator checks and reports."""
+"""Base classes of gradient aggregators, with the checks and statistics that they share, and the single-rank case."""
 
 import time
 from abc import ABC, abstractmethod
@@ -20,18 +20,18 @@ REDUCIBLE = frozenset(
 
 
 class GradientAggregator(ABC):
-    """Result ``i`` of ``aggregate`` is the mean over ranks of gradient ``i``, in memory of its own.
+    """Computes the mean of each gradient over the ranks; results never share memory with the inputs.
 
     ``last_stats`` describes the last call: ``bytes_sent, bytes_received, messages, buckets, wait_s, reduce_s,
-    algorithm``. A subclass that talks to other ranks overrides ``share_int`` and ``share_float`` too, or has a
-    ``transport``; the train step agrees through them.
+    algorithm``. A subclass for several ranks must have a ``transport``, or override ``share_int`` and ``share_float``,
+    with which the train step lets ranks agree.
     """
 
     last_stats: dict[str, Any]
 
     @abstractmethod
     def aggregate(self, local_gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Every rank calls it with lists of one length, shapes and dtypes."""
+        """Return the means; every rank must pass the same number of gradients, with the same shapes and dtypes."""
 
     def share_int(self, value: int) -> list[int]:
         """Every rank's ``value``, by rank."""
@@ -65,7 +65,7 @@ def clones(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 class LocalAggregator(GradientAggregator):
-    """One rank alone: clones."""
+    """Aggregator for a single rank: returns clones."""
 
     def __init__(self) -> None:
         self.last_stats = new_stats("local")
@@ -76,7 +76,7 @@ class LocalAggregator(GradientAggregator):
 
 
 class ExchangingAggregator(GradientAggregator):
-    """What aggregators over a transport share: the exchange, the agreement before data moves, the statistics."""
+    """Base of aggregators over a transport, with the exchange, the agreement before data moves, and the statistics."""
 
     def __init__(self, config: DistributedConfig, transport: Any, check: str = "always") -> None:
         check_world(config, transport, type(self).__name__)
@@ -95,7 +95,7 @@ class ExchangingAggregator(GradientAggregator):
     def _agree(
         self, gradients: Sequence[Tensor], *, average: bool, extra: Any = None, problem: Exception | None = None
     ) -> None:
-        """Raises on every rank unless all can continue; what only this rank knows to be wrong counts, too."""
+        """Raise on every rank unless all can continue; ``problem`` is an error that only this rank has."""
         exchange = self._exchange
         assert exchange is not None
         problem = problem or find_problem(gradients)
@@ -107,8 +107,8 @@ class ExchangingAggregator(GradientAggregator):
         integers = [i for i, g in enumerate(gradients) if not g.is_floating_point()]
         if average and integers:
             raise AggregationError(
-                f"{type(self).__name__}: gradient {integers[0]} has dtype {gradients[integers[0]].dtype}; integers "
-                "have no mean, use average=False or convert them"
+                f"{type(self).__name__}: gradient {integers[0]} must be floating point to be averaged, got "
+                f"{gradients[integers[0]].dtype}; use average=False or convert it"
             )
 
     @contextmanager
@@ -131,21 +131,21 @@ class ExchangingAggregator(GradientAggregator):
 
 
 def find_problem(gradients: Sequence[Any]) -> Exception | None:
-    """Why these cannot be reduced, whatever the other ranks have."""
+    """The reason why this rank's gradients cannot be reduced, or None."""
     for i, gradient in enumerate(gradients):
         if not isinstance(gradient, Tensor):
             return AggregationError(
-                f"gradient {i} must be a tensor, got {type(gradient).__name__}; give zeros where there is none"
+                f"gradient {i} must be a tensor, got {type(gradient).__name__}; pass zeros for a missing gradient"
             )
         if gradient.layout != torch.strided:
             return AggregationError(f"gradient {i} must be dense, got layout {gradient.layout}; call to_dense() first")
         if gradient.dtype not in REDUCIBLE:
-            return AggregationError(f"gradient {i} has dtype {gradient.dtype}, which cannot be reduced")
+            return AggregationError(f"gradient {i} must have a real number dtype, got {gradient.dtype}")
     return None
 
 
 def accumulator(dtype: torch.dtype, accumulate: str = "float32") -> torch.dtype:
-    """The dtype that sums are taken in."""
+    """The dtype in which gradients of ``dtype`` are summed."""
     if not dtype.is_floating_point or dtype == torch.float64:
         return dtype
     return torch.float64 if accumulate == "float64" else torch.float32

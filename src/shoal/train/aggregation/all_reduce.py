@@ -1,4 +1,4 @@
-"""The mean over ranks by all-reduce: the backend's own, a ring of byte messages, or in rank order."""
+"""Average gradients by all-reduce: the backend's own, a ring of byte messages, or a sum in rank order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,16 +17,17 @@ ALGORITHMS = ("auto", "native", "ring", "ordered")
 
 
 class AllReduceAggregator(ExchangingAggregator):
-    """The mean (``average=False``: the sum) of each gradient over all ranks, in buckets of ``bucket_bytes``.
+    """Averages each gradient over all ranks (``average=False``: sums them), in buckets of ``bucket_bytes``.
 
     Args:
-        transport: may be None when ``world_size`` is 1.
-        algorithm: ``native`` is the process group's all-reduce; ``ring`` moves ``2 * (W - 1) / W`` of the bytes through
-            any transport; ``ordered`` adds rank 0, 1, ..., W - 1, so its bits depend on nothing but the inputs.
-            ``auto``: native where the transport has collectives, else ring.
-        accumulate: float16 and bfloat16 are summed in ``float32`` (or ``float64``, then float32 too) and rounded once.
-        check: ``always`` compares count, shapes and dtypes over the ranks before data moves, ``first`` only in the
-            first call, ``never`` is your promise; a broken one shows as wrong numbers or a timeout.
+        transport: can be None when ``world_size`` is 1.
+        algorithm: ``native`` is the process group's all-reduce; ``ring`` works on any transport and sends
+            ``2 * (W - 1) / W`` times the gradients' bytes; ``ordered`` adds rank 0, 1, ..., W - 1, so that the result's
+            bits depend only on the inputs. ``auto``: native if the transport has collectives, else ring.
+        accumulate: float16 and bfloat16 are summed in ``float32`` and rounded once; with ``float64``, float32 is
+            summed in float64 as well.
+        check: ``always`` compares count, shapes and dtypes between ranks before data moves; ``first`` does so only in
+            the first call; ``never`` trusts the caller: a mismatch then causes wrong numbers or a timeout.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class AllReduceAggregator(ExchangingAggregator):
         collectives = isinstance(self._exchange, GroupExchange)
         if algorithm == "native" and config.world_size > 1 and not collectives:
             raise ConfigError(
-                f"AllReduceAggregator: algorithm 'native' needs a transport with collectives, "
-                f"{type(transport).__name__} has none; use 'ring' or 'ordered'"
+                "AllReduceAggregator: the transport must have collectives for algorithm 'native', got "
+                f"{type(transport).__name__}; use 'ring' or 'ordered'"
             )
         self.algorithm = algorithm
         self.average = average
@@ -66,7 +67,6 @@ class AllReduceAggregator(ExchangingAggregator):
     def aggregate(self, local_gradients: Sequence[Tensor]) -> list[Tensor]:
         gradients = list(local_gradients)
         if self.config.world_size == 1:
-            self.last_stats = {**self.last_stats, "algorithm": "local"}
             return clones(gradients)
         with self._measured(self._chosen) as stats:
             self._agree(gradients, average=self.average)
@@ -90,7 +90,7 @@ class AllReduceAggregator(ExchangingAggregator):
         return flatten(parts, accumulator(parts[0].dtype, self.accumulate))
 
     def _native(self, gradients: list[Tensor], buckets: list[list[int]]) -> list[Tensor]:
-        """All buckets are under way at once; the next is flattened while the last ones travel."""
+        """Reduce all buckets at the same time; each is flattened while earlier ones are in transit."""
         exchange = self._exchange
         assert isinstance(exchange, GroupExchange)
         running = []

@@ -1,4 +1,4 @@
-"""Many tensors as a few flat ones, and back."""
+"""Pack many tensors into a few flat ones, and unpack them."""
 
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -11,10 +11,10 @@ BUCKET_BYTES = 25 << 20
 
 
 def make_buckets(tensors: Sequence[Tensor], bucket_bytes: int, *, by_dtype: bool = True) -> list[list[int]]:
-    """Positions of ``tensors``, in list order, gathered into buckets of one dtype and device.
+    """Group the positions of ``tensors`` into buckets of one dtype and device.
 
-    A bucket closes when the next tensor of its kind would pass ``bucket_bytes``; a larger tensor is alone. Buckets
-    are in the order of their first tensors.
+    A bucket is closed when the next tensor of its kind would exceed ``bucket_bytes``; a larger tensor gets its own
+    bucket. Buckets are in the order of their first tensors.
     """
     buckets: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
@@ -53,9 +53,9 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 class GradientBucket:
-    """All gradients of a model in one flat tensor with some numbers behind them, so that a step needs one all-reduce.
+    """All gradients of a model and ``numbers`` scalars in one flat tensor, so that a step needs one all-reduce.
 
-    Parameters' ``grad`` are views into it; `zero` replaces ``optimizer.zero_grad``.
+    The parameters' ``grad`` are views into it; call `zero` instead of ``optimizer.zero_grad``.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], numbers: int) -> None:

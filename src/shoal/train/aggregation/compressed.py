@@ -1,4 +1,4 @@
-"""The mean over ranks of gradients of which each rank sends only the largest values."""
+"""Average gradients of which each rank sends only the largest values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +15,11 @@ from shoal.train.aggregation.exchange import divide_
 
 
 class CompressedAggregator(ExchangingAggregator):
-    """(Sum over ranks, in rank order, of the decompressed gradients) / W.
+    """Averages compressed gradients: their sum in rank order, divided by W.
 
-    Each rank's indices (int32 where they fit) and values go to all others in one all_gather, so a rank sends
-    ``k * (4 + 4) * (W - 1)`` bytes. ``last_stats["bytes_dense"]`` is what an all-reduce would have sent: compression
-    pays while ``k / n < 1 / W``.
+    Each rank's indices (int32 if they fit) and values go to all others in one all_gather, so a rank sends
+    ``k * (4 + 4) * (W - 1)`` bytes. ``last_stats["bytes_dense"]`` is the number of bytes that an all-reduce would have
+    sent; compression sends fewer if ``k / n < 1 / W``.
     """
 
     def __init__(self, config: DistributedConfig, transport: Any, compressor: Any) -> None:
@@ -51,7 +51,7 @@ class CompressedAggregator(ExchangingAggregator):
                 parts = self._exchange.all_gather(packed)
             except BaseException:
                 if memory is not None:
-                    self.compressor.memory = memory  # a round that did not happen leaves no trace
+                    self.compressor.memory = memory  # as if the failed round had not begun
                 raise
             result = _sum(
                 gradients, [compressed if r == self.config.rank else unpack(p, compressed) for r, p in enumerate(parts)]
@@ -63,8 +63,9 @@ class CompressedAggregator(ExchangingAggregator):
 
 
 def _find_mismatch(compressed: Sequence[CompressedGradient], gradients: Sequence[Tensor]) -> Exception | None:
-    if [c.original_len for c in compressed] != [g.numel() for g in gradients]:
-        return CompressionError("the compressor's result does not have the gradients' lengths")
+    lengths, sizes = [c.original_len for c in compressed], [g.numel() for g in gradients]
+    if lengths != sizes:
+        return CompressionError(f"the compressor's original_len must be the gradients' sizes {sizes}, got {lengths}")
     return None
 
 
@@ -81,17 +82,17 @@ def pack(compressed: Sequence[CompressedGradient]) -> Tensor:
 
 
 def unpack(data: Tensor, like: Sequence[CompressedGradient]) -> list[CompressedGradient]:
-    """What ``pack`` packed on a rank whose gradients have the lengths, counts and dtypes of ``like``."""
+    """The inverse of ``pack``, for a rank whose gradients have the lengths, counts and dtypes of ``like``."""
     result, at = [], 0
     for c in like:
         fields = []
         for dtype in (_index_dtype(c), c.values.dtype):
             end = at + len(c.indices) * dtype.itemsize
-            fields.append(data[at:end].clone().view(dtype).to(c.values.device))  # the clone is aligned
+            fields.append(data[at:end].clone().view(dtype).to(c.values.device))  # view() needs the clone's alignment
             at = end
         indices = fields[0].to(torch.int64)
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= c.original_len):
-            raise CompressionError(f"an index outside [0, {c.original_len}) arrived from another rank")
+            raise CompressionError(f"indices from other ranks must be in [0, {c.original_len}), got one outside")
         result.append(CompressedGradient(indices, fields[1], c.original_len))
     return result
 

@@ -1,4 +1,4 @@
-"""Top-k gradient compression: the k values of largest magnitude, with the ties settled, and what was left out kept."""
+"""Top-k gradient compression: send the k values of largest magnitude, keep the rest for later steps."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from shoal.errors import CompressionError, ConfigError, ShapeError
 
 @dataclass(frozen=True, eq=False)
 class CompressedGradient:
-    """Some values of a flattened tensor of ``original_len`` elements, and where they stood."""
+    """Some values of a flattened tensor of ``original_len`` elements, and their indices in it."""
 
     indices: Tensor
     values: Tensor
@@ -43,7 +43,7 @@ class CompressedGradient:
 
 
 def clamped(ratio: float) -> float:
-    """A ratio, or the nearer end of [0, 1]."""
+    """``ratio`` limited to [0, 1]."""
     ratio = float(ratio)
     if math.isnan(ratio):
         raise CompressionError("topk_count: ratio must be a number in [0, 1], got NaN")
@@ -51,7 +51,7 @@ def clamped(ratio: float) -> float:
 
 
 def topk_count(n: int, ratio: float) -> int:
-    """How many of ``n`` values the ``ratio`` keeps: exact on the decimal that was written, at least one if any.
+    """The number of values that ``ratio`` keeps of ``n``, computed exactly on its decimal form; at least 1 if n > 0.
 
     Example:
         >>> topk_count(100, 0.07), topk_count(10, 0), topk_count(0, 0.5)
@@ -62,7 +62,7 @@ def topk_count(n: int, ratio: float) -> int:
 
 
 def topk_indices(flat: Tensor, k: int, *, nonfinite: str = "raise", order: str = "magnitude") -> Tensor:
-    """Indices of the ``k`` largest magnitudes of a flat tensor; the lower index wins a tie, NaN ranks highest."""
+    """Indices of the ``k`` largest magnitudes in a flat tensor; ties go to the lower index, NaN ranks highest."""
     flat = flat.detach()
     if k == 0:
         return torch.empty(0, dtype=torch.int64, device=flat.device)
@@ -93,15 +93,15 @@ def _topk_indices_cuda(flat: Tensor, k: int, nonfinite: str, order: str) -> Tens
     chosen, bad = largest(flat, k)
     if order != "index":
         chosen = chosen[torch.argsort(flat[chosen].float().abs(), descending=True, stable=True)]
-    if bool(bad):  # the one wait
+    if bool(bad):  # the only host sync
         return topk_indices_reference(flat, k, nonfinite=nonfinite, order=order)
     return chosen
 
 
 def topk_indices_reference(flat: Tensor, k: int, *, nonfinite: str = "raise", order: str = "magnitude") -> Tensor:
-    """The meaning of ``topk_indices`` in plain torch, and its path for float64 and for tensors with NaN on CUDA.
+    """``topk_indices`` in plain torch; also used for float64, and on CUDA for tensors with NaN.
 
-    The k-th magnitude is found without sorting; everything above it is in, and the lowest indices equal to it.
+    It finds the k-th magnitude without sorting, then takes everything above it and the lowest indices equal to it.
     """
     size = (flat.float() if flat.is_floating_point() and flat.dtype != torch.float64 else flat).abs()
     if not flat.is_floating_point() or bool(torch.isfinite(size).all()):
@@ -130,10 +130,10 @@ def _nonfinite_error(flat: Tensor) -> CompressionError:
 def compress_gradients(
     gradients: Sequence[Tensor], ratio: float, *, nonfinite: str = "raise", order: str = "magnitude"
 ) -> list[CompressedGradient]:
-    """Per tensor, flattened row-major, the ``topk_count(n, ratio)`` values of largest magnitude.
+    """Keep the ``topk_count(n, ratio)`` values of largest magnitude of each tensor, flattened row-major.
 
     Ties go to the lower index. ``order="magnitude"``: largest first; ``"index"``: ascending index, better for packing.
-    ``nonfinite="raise"`` is a ``CompressionError``; ``"keep"`` ranks NaN above infinity.
+    NaN and infinity raise ``CompressionError``; with ``nonfinite="keep"`` they are kept first, NaN above infinity.
 
     Example:
         >>> (c,) = compress_gradients([torch.tensor([0.4, -0.4, 0.1, 0.9])], 0.5)
@@ -159,28 +159,34 @@ def decompress_gradients(
 
     Raises:
         ShapeError: a shape does not have ``original_len`` elements.
-        CompressionError: lists of different length, an index out of range, as many values as indices not, or an index
-            twice (``duplicates="last"`` and ``"sum"`` allow it).
+        CompressionError: the lists differ in length, a gradient's numbers of indices and values differ, or an index is
+            out of range or repeated (``duplicates="last"`` and ``"sum"`` allow repeated ones).
     """
     if duplicates not in ("raise", "last", "sum"):
         raise ConfigError(f"decompress_gradients: duplicates must be 'raise', 'last' or 'sum', got {duplicates!r}")
     if len(compressed) != len(shapes):
-        raise CompressionError(f"decompress_gradients: {len(compressed)} gradients but {len(shapes)} shapes")
+        raise CompressionError(
+            f"decompress_gradients: there must be one shape per gradient, got {len(shapes)} for {len(compressed)}"
+        )
     return [_decompress(i, c, tuple(s), duplicates) for i, (c, s) in enumerate(zip(compressed, shapes, strict=True))]
 
 
 def _decompress(i: int, c: CompressedGradient, shape: tuple[int, ...], duplicates: str) -> Tensor:
     if math.prod(shape) != c.original_len:
-        raise ShapeError(f"decompress_gradients: gradient {i} has {c.original_len} elements, shape {shape} does not")
+        raise ShapeError(
+            f"decompress_gradients: the shape of gradient {i} must have {c.original_len} elements, got {shape}"
+        )
     indices, values = c.indices.reshape(-1), c.values.reshape(-1)
     if len(indices) != len(values):
-        raise CompressionError(f"decompress_gradients: gradient {i} has {len(indices)} indices, {len(values)} values")
+        raise CompressionError(
+            f"decompress_gradients: gradient {i} must have one value per index, got {len(values)} for {len(indices)}"
+        )
     if len(indices):
         low, high = int(indices.min()), int(indices.max())
         if low < 0 or high >= c.original_len:
             bad = low if low < 0 else high
             raise CompressionError(
-                f"decompress_gradients: gradient {i} has index {bad} outside [0, {c.original_len}); it is damaged"
+                f"decompress_gradients: indices of gradient {i} must be in [0, {c.original_len}), got {bad}"
             )
     dense = torch.zeros(c.original_len, dtype=values.dtype, device=values.device)
     indices = indices.to(device=values.device, dtype=torch.int64)
@@ -200,30 +206,30 @@ def _decompress(i: int, c: CompressedGradient, shape: tuple[int, ...], duplicate
 
 
 class TopKCompressor:
-    """``compress_gradients`` with a ratio, and with ``error_feedback`` a memory of what was not sent.
+    """Applies ``compress_gradients``, and with ``error_feedback`` remembers the values that were not sent.
 
-    Each step compresses ``gradient + decay * memory`` and keeps the rest in float32 on the gradient's device, so what
-    is left out is delayed, not lost. Call ``reset()`` after rounds that were skipped. A ``ratio`` outside [0, 1] counts
-    as the nearer end.
+    Each step compresses ``gradient + decay * memory`` and keeps the unsent rest in float32 on the gradient's device, so
+    that values are delayed, not lost. Call ``reset()`` after skipped rounds. ``ratio`` is limited to [0, 1].
     """
 
     def __init__(self, ratio: float, *, error_feedback: bool = False, decay: float = 1.0) -> None:
         if math.isnan(float(decay)):
-            raise ConfigError("TopKCompressor: decay must be a number, got NaN; 1.0 loses nothing")
+            raise ConfigError("TopKCompressor: decay must be a number, got NaN; use 1.0 to keep all unsent values")
         self.ratio = clamped(ratio)
         self.error_feedback = error_feedback
         self.decay = decay
         self.memory: list[Tensor] = []
 
     def compress(self, grads: Sequence[Tensor]) -> list[CompressedGradient]:
-        """The part to send. With feedback the memory moves on, unless this raises."""
+        """Return the part to send and update the memory, which stays unchanged on an error."""
         grads = [g.detach() for g in grads]
         if not self.error_feedback:
             return compress_gradients(grads, self.ratio)
         if self.memory and [e.shape for e in self.memory] != [g.shape for g in grads]:
             raise ShapeError(
-                f"TopKCompressor: got gradients of shapes {[tuple(g.shape) for g in grads]}, its memory has "
-                f"{[tuple(e.shape) for e in self.memory]}; reset() it when the model changes"
+                "TopKCompressor: gradients must have the shapes of the last call, "
+                f"{[tuple(e.shape) for e in self.memory]}, got {[tuple(g.shape) for g in grads]}; call reset() when "
+                "the model changes"
             )
         result, memory = [], []
         for i, gradient in enumerate(grads):
@@ -252,14 +258,14 @@ class TopKCompressor:
         self.memory = [e.detach().clone().float() for e in state["memory"]]
 
     def reset(self) -> None:
-        """Forgets what was not sent."""
+        """Forget the values that were not sent."""
         self.memory = []
 
 
 def compress_with_feedback(
     gradient: Tensor, memory: Tensor | None, ratio: float, decay: float
 ) -> tuple[CompressedGradient, Tensor]:
-    """One tensor's part to send, in its own dtype, and the float32 rest in its shape."""
+    """The part of ``gradient`` to send, in its dtype, and the unsent rest, in its shape and float32."""
     wide = gradient if gradient.dtype == torch.float64 else gradient.float()
     flat = (wide.clone() if memory is None else wide + decay * memory).reshape(-1)
     indices = topk_indices(flat, topk_count(flat.numel(), ratio))

@@ -1,4 +1,4 @@
-"""Communication hooks for DistributedDataParallel: top-k with error feedback, and torch's own by name."""
+"""Communication hooks for DistributedDataParallel: top-k with error feedback, and torch's own hooks by name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,15 +16,15 @@ from shoal.train.aggregation.exchange import divide_
 
 
 class TopKState:
-    """What ``topk_hook`` keeps between steps.
+    """The state of ``topk_hook`` between steps.
 
     Args:
-        start_step: this many first steps are plain all-reduces, while gradients are large and everywhere.
-        min_numel: parameters with fewer elements always are.
+        start_step: the number of initial steps with a plain all-reduce, because early gradients are large and dense.
+        min_numel: parameters with fewer elements always use a plain all-reduce.
 
-    The memory of unsent parts is kept by parameter, since DDP rebuilds its buckets after the first backward. NaN and
-    infinity are sent on like any value, so that all ranks see them (a ``GradScaler`` then skips the step on all); the
-    memory of that parameter stays as it was.
+    Unsent values are kept by parameter, because DDP rebuilds its buckets after the first backward. NaN and infinity are
+    sent like any value, so that all ranks see them (a ``GradScaler`` then skips the step on all ranks); the memory of
+    that parameter does not change.
     """
 
     def __init__(
@@ -37,9 +37,7 @@ class TopKState:
         min_numel: int = 1024,
     ) -> None:
         if start_step < 0 or min_numel < 0:
-            raise ConfigError(
-                f"TopKState: start_step and min_numel must not be negative, got {start_step}, {min_numel}"
-            )
+            raise ConfigError(f"TopKState: start_step and min_numel must be >= 0, got {start_step} and {min_numel}")
         self.ratio = clamped(ratio)
         self.error_feedback = error_feedback
         self.decay = decay
@@ -50,7 +48,7 @@ class TopKState:
         self.memory: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def reset(self) -> None:
-        """Forgets what was not sent; use it after skipped steps."""
+        """Forget the values that were not sent; call it after skipped steps."""
         self.memory.clear()
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -59,7 +57,7 @@ class TopKState:
         return {"step": self.step, "memory": memory}
 
     def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
-        """What ``state_dict`` gave on this rank; ``ShapeError`` if ``module`` is another, and nothing is changed."""
+        """Restore this rank's ``state_dict``; raises ``ShapeError`` and changes nothing if ``module`` does not fit."""
         parameters = dict(module.named_parameters())
         for name, kept in state["memory"].items():
             if name not in parameters or parameters[name].shape != kept.shape:
@@ -84,7 +82,7 @@ class TopKState:
 
 
 def topk_hook(state: TopKState, bucket: collectives.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean over ranks of each gradient's largest values, for ``DistributedDataParallel.register_comm_hook``."""
+    """Average each gradient's largest values over ranks; for ``DistributedDataParallel.register_comm_hook``."""
     ranks = default_ranks(state.group)
     world = ranks.world_size
     flat = bucket.buffer()
@@ -111,7 +109,7 @@ def topk_hook(state: TopKState, bucket: collectives.GradBucket) -> torch.futures
 
     def write_back(done: Any) -> Tensor:
         for future in done.value():
-            future.value()  # an error of the backend comes out here
+            future.value()  # raises the backend's error, if any
         by_rank = [unpack(part, compressed) for part in everyone.reshape(world, -1)]
         for i, (_, gradient) in enumerate(large):
             gradient.zero_()
@@ -156,5 +154,5 @@ def make_hook(
         raise ConfigError(f"make_hook: name must be one of topk, powersgd, {', '.join(plain)}, got {name!r}")
     group = kw.pop("process_group", kw.pop("group", None))
     if kw:
-        raise ConfigError(f"make_hook: {name!r} must get no argument but a process group (group=...), got {sorted(kw)}")
+        raise ConfigError(f"make_hook: {name!r} takes no argument except a process group (group=), got {sorted(kw)}")
     return group, plain[name]

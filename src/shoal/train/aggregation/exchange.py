@@ -1,6 +1,6 @@
-"""The few exchanges that aggregation is made of, over a process group or over any byte transport.
+"""The exchanges that aggregators are built from, over a process group or over any byte transport.
 
-Both kinds count what they move: ``bytes_sent``, ``bytes_received``, ``messages`` (sent) and ``wait_s``.
+Both kinds count their traffic: ``bytes_sent``, ``bytes_received``, ``messages`` (sent) and ``wait_s``.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from shoal.errors import AggregationError, ConfigError, DeadlineError, Distribut
 
 @contextmanager
 def named_errors(what: str, rank: int) -> Iterator[None]:
-    """What `Ranks` or a backend raises becomes a ``TransportError`` that says what was running, and who is missing."""
+    """Turn errors of `Ranks` or a backend into a ``TransportError`` that names the operation and the missing rank."""
     try:
         yield
     except DistributedError:
@@ -42,7 +42,7 @@ def named_errors(what: str, rank: int) -> Iterator[None]:
 
 
 class Exchange:
-    """What both kinds share: counters, and agreement built on ``share``."""
+    """Base of both kinds of exchange, with their counters."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -54,11 +54,11 @@ class Exchange:
         self.wait_s = 0.0
 
     def extremes(self, value: int) -> tuple[int, int]:
-        """The smallest and the largest ``value`` (63 bits and a sign) over the ranks."""
+        """The smallest and the largest ``value`` (63 bits and a sign) of all ranks."""
         raise NotImplementedError
 
     def share(self, value: bytes) -> list[bytes]:
-        """Every rank's ``value``, by rank; at most 64 bytes and of one length."""
+        """Every rank's ``value``, by rank; at most 64 bytes, and the same length on all ranks."""
         raise NotImplementedError
 
     def share_int(self, value: int) -> list[int]:
@@ -68,15 +68,15 @@ class Exchange:
         return [struct.unpack("<d", v)[0] for v in self.share(struct.pack("<d", value))]
 
     def all_gather(self, data: Tensor) -> list[Tensor]:
-        """Every rank's ``data`` (uint8, one length on all ranks), by rank."""
+        """Every rank's ``data`` (uint8, the same length on all ranks), by rank."""
         raise NotImplementedError
 
     def sum_in_order(self, flat: Tensor, owner: int, divisor: float | None) -> Tensor:
-        """The sum of ``flat`` in rank order, divided, taken by ``owner`` and sent to all."""
+        """The sum of ``flat`` in rank order, divided by ``divisor``; ``owner`` computes it and sends it to all."""
         raise NotImplementedError
 
     def broadcast_tensors(self, tensors: Sequence[Tensor] | None, bucket_bytes: int) -> list[Tensor]:
-        """Rank 0's tensors, on every rank; there None is an ``AggregationError`` on all."""
+        """Rank 0's tensors, on every rank; ``AggregationError`` on all ranks if rank 0 passes None."""
         raise NotImplementedError
 
     @contextmanager
@@ -89,7 +89,7 @@ class Exchange:
 
 
 def add_in_order(parts: Sequence[Tensor], divisor: float | None) -> Tensor:
-    """Rank 0's, plus rank 1's, ..., then one division."""
+    """Add the parts in rank order, then divide once."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -97,7 +97,7 @@ def add_in_order(parts: Sequence[Tensor], divisor: float | None) -> Tensor:
 
 
 def divide_(flat: Tensor, divisor: float | None) -> Tensor:
-    """Divides in place, by a tensor: CUDA multiplies with a rounded reciprocal when the divisor is a number."""
+    """Divide in place, by a tensor: given a number, CUDA multiplies by a rounded reciprocal instead."""
     if divisor is not None and flat.numel():
         flat /= torch.full((), divisor, dtype=flat.dtype, device=flat.device)
     return flat
@@ -107,16 +107,16 @@ def check_world(config: DistributedConfig, transport: Any, who: str) -> None:
     if config.world_size == 1:
         return
     if transport is None:
-        raise ConfigError(f"{who}: world_size is {config.world_size}, so it needs a transport")
+        raise ConfigError(f"{who}: transport must not be None when world_size is {config.world_size}")
     if (transport.rank, transport.world_size) != (config.rank, config.world_size):
         raise ConfigError(
-            f"{who}: the configuration says rank {config.rank} of {config.world_size}, the transport rank "
+            f"{who}: the transport must have the configuration's rank {config.rank} of {config.world_size}, got rank "
             f"{transport.rank} of {transport.world_size}"
         )
 
 
 def make_exchange(transport: Any) -> Exchange:
-    """The exchange over `Ranks` or a transport: its process group if it has collectives, else its four methods."""
+    """The exchange over `Ranks` or a transport; a transport without collectives exchanges byte messages."""
     from shoal.comm.ranks.mpi import MpiTransport
     from shoal.comm.ranks.ranks import Ranks
     from shoal.comm.ranks.torch_ranks import default_ranks
@@ -134,15 +134,16 @@ def make_exchange(transport: Any) -> Exchange:
 
 
 def signature(gradients: Sequence[Any], extra: Any = None) -> int:
-    """63 bits of count, shapes, dtypes and ``extra``."""
+    """A 63-bit hash of count, shapes, dtypes and ``extra``."""
     text = repr(([(tuple(g.shape), str(g.dtype)) for g in gradients], extra))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def agree(exchange: Exchange, gradients: Sequence[Tensor], extra: Any = None, problem: Exception | None = None) -> None:
-    """``AggregationError`` on every rank unless all reduce the same; a rank with a ``problem`` raises that instead.
+    """Raise ``AggregationError`` on every rank unless all reduce the same tensors.
 
-    A rank that cannot continue takes part all the same, with a value that no signature has: nobody waits for it.
+    A rank with a ``problem`` raises that instead. It first sends a value that no signature can have, so that the other
+    ranks do not wait for it.
     """
     mine = -1 - exchange.rank if problem is not None else signature(gradients, extra)
     low, high = exchange.extremes(mine)
@@ -152,9 +153,9 @@ def agree(exchange: Exchange, gradients: Sequence[Tensor], extra: Any = None, pr
         shapes = ", ".join(f"{tuple(g.shape)} {str(g.dtype).removeprefix('torch.')}" for g in gradients[:8])
         more = f" and {len(gradients) - 8} more" if len(gradients) > 8 else ""
         raise AggregationError(
-            f"rank {exchange.rank} of {exchange.world_size}: the ranks disagree on what is reduced (count, shapes, "
-            f"dtypes), or one of them failed before; this rank has {len(gradients)} tensors: {shapes}{more}. "
-            "Nothing was reduced."
+            f"rank {exchange.rank} of {exchange.world_size}: all ranks must pass gradients of the same count, shapes "
+            "and dtypes, but they differ or a rank failed earlier; this rank has "
+            f"{len(gradients)} tensors: {shapes}{more}. Nothing was reduced."
         )
 
 

@@ -1,12 +1,13 @@
-"""Exchanges on the byte layer: the four methods of a transport, and an order of sends and receives that cannot lock up.
+"""Exchanges over a byte transport's four methods, with an order of sends and receives that cannot deadlock.
 
-In every ring step even ranks send first and odd ranks receive first. One rank that receives first breaks the cycle, so
-this holds even where ``send`` waits until the message is received.
+In every ring step even ranks send first and odd ranks receive first. One rank that receives first breaks the cycle,
+even if ``send`` blocks until the message is received.
 """
 
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -40,8 +41,8 @@ class ByteExchange(Exchange):
         data = self.transport.recv(src)
         if nbytes is not None and len(data) != nbytes:
             raise TransportError(
-                f"rank {self.rank}: rank {src} sent {len(data)} bytes where {nbytes} were due; the ranks do not run "
-                "the same program, or another use of this transport came between",
+                f"rank {self.rank}: the message from rank {src} must have {nbytes} bytes, got {len(data)}; check that "
+                "all ranks run the same program and that nothing else uses this transport",
                 kind="protocol",
                 peer=src,
             )
@@ -49,7 +50,7 @@ class ByteExchange(Exchange):
         return data
 
     def _step(self, outgoing: object, out_bytes: int, in_bytes: int | None) -> bytes:
-        """One ring step: ``outgoing`` to the next rank, the previous rank's message back."""
+        """One ring step: send ``outgoing`` to the next rank, return the previous rank's message."""
         with self.waiting():
             if self.rank % 2 == 0:
                 self._send(self.next, outgoing, out_bytes)
@@ -74,8 +75,14 @@ class ByteExchange(Exchange):
                 values[(self.rank - s - 1) % self.world_size] = self._step(sent, len(sent), len(value))
         return values
 
-    def _uncounted(self) -> "_Uncounted":
-        return _Uncounted(self)
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Do not count the messages sent inside: the counters describe only the reduction."""
+        saved = (self.bytes_sent, self.bytes_received, self.messages)
+        try:
+            yield
+        finally:
+            self.bytes_sent, self.bytes_received, self.messages = saved
 
     def all_gather(self, data: Tensor) -> list[Tensor]:
         mine = as_numpy(data)
@@ -86,7 +93,7 @@ class ByteExchange(Exchange):
         return [torch.from_numpy(np.frombuffer(p, np.uint8).copy()).to(data.device) for p in parts]  # type: ignore[arg-type]
 
     def ring(self, flat: Tensor) -> Tensor:
-        """The sum over ranks, in place on the CPU: reduce phase, then gather phase, ``2 * (W - 1)`` messages."""
+        """The sum over ranks, in place on the CPU: a reduce phase, then a gather phase, ``2 * (W - 1)`` messages."""
         values = as_numpy(flat)
         sizes = shard_sizes(len(values), self.world_size)
         ends = np.cumsum([0, *sizes])
@@ -95,7 +102,7 @@ class ByteExchange(Exchange):
         for s in range(world - 1):
             out, into = chunks[(rank - s) % world], chunks[(rank - s - 1) % world]
             data = self._step(out, out.nbytes, into.nbytes)
-            with np.errstate(all="ignore"):  # infinity and NaN are values like any other
+            with np.errstate(all="ignore"):  # infinity and NaN are legal values
                 np.add(into, np.frombuffer(data, values.dtype), out=into)
         for s in range(world - 1):
             out, into = chunks[(rank + 1 - s) % world], chunks[(rank - s) % world]
@@ -144,18 +151,3 @@ class ByteExchange(Exchange):
         if tensors is None:
             raise AggregationError("rank 0 has no parameters to broadcast")
         return [t.detach().clone() for t in tensors]
-
-
-class _Uncounted:
-    """Agreement is not traffic of the reduction: the counters are as before when this ends."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-
-    def __enter__(self) -> None:
-        e = self.exchange
-        self.saved = (e.bytes_sent, e.bytes_received, e.messages)
-
-    def __exit__(self, *exc: object) -> None:
-        e = self.exchange
-        e.bytes_sent, e.bytes_received, e.messages = self.saved

@@ -1,4 +1,4 @@
-"""Exchanges on `Ranks`, whatever carries them: waits have deadlines, and errors name the ranks that are missing."""
+"""Exchanges over `Ranks`: waits have deadlines, and errors name the missing ranks."""
 
 import json
 import struct
@@ -22,7 +22,7 @@ class GroupExchange(Exchange):
     """Exchanges between `Ranks`.
 
     Args:
-        ordered: sums add rank 0, 1, ..., W - 1, with the bits that follow from that; else they are the backend's own.
+        ordered: add rank 0, 1, ..., W - 1, so that the bits of sums are reproducible; otherwise the backend sums.
     """
 
     def __init__(self, ranks: Ranks, *, ordered: bool = False) -> None:
@@ -64,7 +64,7 @@ class GroupExchange(Exchange):
         return [bytes(part) for part in everyone.cpu().reshape(self.world_size, -1).tolist()]
 
     def to_wire(self, tensor: Tensor) -> Tensor:
-        """``tensor`` where the group's backends can read it, in a dtype that they have: none of them knows int16."""
+        """``tensor`` on a device that the group's backend can read; int16 becomes int32, as no backend supports it."""
         return self.ranks.on_wire(tensor.int() if tensor.dtype == torch.int16 else tensor)
 
     def all_gather(self, data: Tensor) -> list[Tensor]:
@@ -83,7 +83,7 @@ class GroupExchange(Exchange):
         self.messages += messages
 
     def all_reduce(self, flat: Tensor) -> Any:
-        """Starts the backend's sum of ``flat``, in place; bytes are counted as a ring moves them."""
+        """Start the backend's sum of ``flat``, in place; bytes are counted as if by a ring."""
         moved = 2 * (self.world_size - 1) * flat.nbytes // self.world_size
         self._count(moved, moved, 1)
         with named_errors("all_reduce", self.rank):
@@ -128,7 +128,7 @@ class GroupExchange(Exchange):
         return result
 
     def _broadcast_head(self, tensors: Sequence[Tensor] | None) -> list | None:
-        """Shapes, dtypes and kinds of device, so that the others can make room; None when rank 0 has nothing."""
+        """Shapes, dtypes and device types, so that the others can allocate; None when rank 0 has no tensors."""
         text = b""
         if self.rank == 0:
             described = None

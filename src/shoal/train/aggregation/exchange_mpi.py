@@ -1,4 +1,4 @@
-"""Exchanges on MPI's collectives, each started without waiting and then polled, so that every wait has a deadline."""
+"""Exchanges over MPI's non-blocking collectives, which are polled so that every wait has a deadline."""
 
 import time
 from typing import Any
@@ -25,7 +25,7 @@ class MpiExchange(GroupExchange):
         return tensor.cpu()
 
     def _run(self, start: Any) -> None:
-        """Starts one collective and waits for it within the transport's timeout."""
+        """Start one collective and wait for it, at most for the transport's timeout."""
         _Polled(self.transport, start).wait()
 
     def _max(self, tensor: Tensor) -> None:
@@ -54,7 +54,7 @@ class MpiExchange(GroupExchange):
 
 
 class _Polled:
-    """A request under way, with ``wait`` as torch's work handles have it."""
+    """A running request, with the ``wait`` of torch's work handles."""
 
     def __init__(self, transport: MpiTransport, start: Any) -> None:
         self.transport = transport

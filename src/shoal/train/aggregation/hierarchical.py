@@ -1,4 +1,4 @@
-"""All-reduce in two levels: inside the node, across nodes on a share of the data, inside the node again."""
+"""All-reduce in two levels: inside the node, across nodes on a share of the data, then inside the node again."""
 
 import struct
 import time
@@ -17,10 +17,11 @@ from shoal.train.aggregation.exchange_group import GroupExchange
 
 
 class HierarchicalAggregator(GradientAggregator):
-    """The mean over ``N`` nodes of ``L`` ranks: reduce_scatter inside, all_reduce across on ``1/L``, all_gather inside.
+    """Averages gradients over ``N`` nodes of ``L`` ranks each.
 
-    ``intra_group`` holds this node's ranks, ``inter_group`` the ranks with this local rank on all nodes; both come
-    from a 2-d ``DeviceMesh``. A rank sends ``2 * (N - 1) / N * S / L`` bytes across nodes
+    It runs a reduce_scatter inside the node, an all_reduce of ``1/L`` of the data across nodes, and an all_gather
+    inside the node. ``intra_group`` has this node's ranks, ``inter_group`` the ranks with this local rank on all nodes;
+    get both from a 2-d ``DeviceMesh``. A rank sends ``2 * (N - 1) / N * S / L`` bytes across nodes
     (``last_stats["inter_bytes_sent"]``). The result has the same bits on all ranks.
     """
 
@@ -41,7 +42,7 @@ class HierarchicalAggregator(GradientAggregator):
         return self._intra.world_size * self._inter.world_size
 
     def _share(self, value: bytes) -> list[bytes]:
-        """Every rank's 8 bytes in the order of global ranks."""
+        """Every rank's ``value`` (8 bytes), in the order of global ranks."""
         mine = struct.pack("<q", self._rank) + value
         node = b"".join(self._intra.share(mine))
         everyone = b"".join(self._inter.share(node))
@@ -109,8 +110,11 @@ class HierarchicalAggregator(GradientAggregator):
             raise problem
         if low != high:
             raise AggregationError(
-                f"HierarchicalAggregator: the ranks disagree on what is reduced (count, shapes, dtypes); rank "
-                f"{self._rank} has {len(gradients)} tensors. Nothing was reduced."
+                "HierarchicalAggregator: all ranks must pass gradients of the same count, shapes and dtypes, but they "
+                f"differ; rank {self._rank} has {len(gradients)} tensors. Nothing was reduced."
             )
         if self.average and any(not g.is_floating_point() for g in gradients):
-            raise AggregationError("HierarchicalAggregator: integers have no mean; use average=False or convert them")
+            raise AggregationError(
+                "HierarchicalAggregator: gradients must be floating point to be averaged; use average=False or convert "
+                "them"
+            )

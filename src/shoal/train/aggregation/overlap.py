@@ -1,4 +1,4 @@
-"""Reduction of gradients while the backward pass still runs, for modules that DDP cannot wrap."""
+"""Reduce gradients during the backward pass, for modules that DDP cannot wrap."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,12 +20,13 @@ Hook = Callable[[int, Tensor], "torch.futures.Future[Tensor]"]
 class OverlappedReducer:
     """Averages a module's gradients over ``group``, bucket by bucket as backward fills them.
 
-    Buckets are fixed here from the reverse order of registration; ``buckets`` lists, in launch order, the positions of
-    their parameters in the list of trainable parameters. Call ``finish()`` after every backward, before the optimizer.
+    The constructor assigns trainable parameters to buckets in the reverse order of registration; ``buckets`` lists, in
+    launch order, the positions of each bucket's parameters. Call ``finish()`` after every backward, before the
+    optimizer's step.
 
     Args:
-        group: the default group, or one rank alone when none was initialised.
-        hook: ``hook(bucket_index, flat)`` takes the place of the all-reduce; its value is written back as it is.
+        group: None is the default group, or a single rank when no group was initialised.
+        hook: ``hook(bucket_index, flat)`` replaces the all-reduce; its result is written back unchanged.
 
     Example:
         >>> reducer = OverlappedReducer(model)
@@ -69,10 +70,10 @@ class OverlappedReducer:
         if self._bucket_of[i] < self._launched:
             raise DistributedError(
                 "OverlappedReducer: backward reached a parameter whose bucket is already being reduced; call finish() "
-                "after every backward, and run all but the last of an accumulation inside no_sync()"
+                "after every backward, and run all but the last backward of an accumulation inside no_sync()"
             )
         self._pending[self._bucket_of[i]].discard(i)
-        # In index order on all ranks: collectives in different orders would hang.
+        # Buckets are launched in the same order on all ranks; collectives in different orders would hang.
         while self._launched < len(self.buckets) and not self._pending[self._launched]:
             self._launch()
 
@@ -93,9 +94,9 @@ class OverlappedReducer:
         self._running.append((flat, work))
 
     def finish(self) -> None:
-        """Reduces what is left, waits, and writes the means into ``grad``.
+        """Reduce the remaining buckets, wait, and write the means into ``grad``.
 
-        A parameter without gradient counts as zeros, and keeps ``grad=None`` when no rank had one.
+        A parameter without a gradient counts as zeros, and keeps ``grad=None`` when no rank had one.
         """
         try:
             self._finish()
@@ -149,7 +150,7 @@ class OverlappedReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the next one outside, and ``finish()``, reduce the sum."""
+        """Inside, gradients are only accumulated; the next backward outside and ``finish()`` reduce the sum."""
         before, self._suspended = self._suspended, True
         try:
             yield
@@ -157,6 +158,6 @@ class OverlappedReducer:
             self._suspended = before
 
     def close(self) -> None:
-        """Takes the hooks off the module."""
+        """Remove the hooks from the module."""
         for handle in self._handles:
             handle.remove()

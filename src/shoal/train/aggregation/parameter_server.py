@@ -1,4 +1,4 @@
-"""A rank that adds for all: parameters out, gradients in, the same bits back to everybody."""
+"""Server ranks that broadcast parameters, add everyone's gradients, and send the same bits back to all."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from shoal.train.aggregation.buckets import BUCKET_BYTES, flatten, make_buckets,
 
 
 class ParameterServer(ExchangingAggregator):
-    """Rank 0 (or, with ``servers``, rank ``i mod servers`` for parameter ``i``) adds in rank order and answers."""
+    """Averages on server ranks: rank ``i mod servers`` adds gradient ``i`` in rank order and sends the mean to all."""
 
     def __init__(self, config: DistributedConfig, transport: Any, *, servers: int = 1) -> None:
         if not 1 <= servers <= config.world_size:
@@ -24,7 +24,10 @@ class ParameterServer(ExchangingAggregator):
         self.servers = servers
 
     def broadcast_params(self, params: Sequence[Tensor] | None) -> list[Tensor]:
-        """Rank 0's ``params``, on every rank; others give None, ``[]`` or templates, checked (``ShapeError``)."""
+        """Rank 0's ``params``, on every rank.
+
+        Other ranks pass None, ``[]``, or templates that the received tensors must match (else ``ShapeError``).
+        """
         exchange = self._exchange
         problem = _parameter_problem(params) if self.config.rank == 0 else None
         if exchange is None:
@@ -39,8 +42,8 @@ class ParameterServer(ExchangingAggregator):
                 raise (
                     problem
                     or AggregationError(
-                        f"ParameterServer: rank {self.config.rank} got no parameters: rank 0 has none that can be "
-                        "broadcast, see its log"
+                        f"ParameterServer: rank {self.config.rank} received no parameters, because rank 0 has none "
+                        "that can be broadcast; see its log"
                     )
                 ) from None
         if self.config.rank == 0 or not params:
@@ -52,13 +55,14 @@ class ParameterServer(ExchangingAggregator):
                 (i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), min(len(want), len(got))
             )
             raise ShapeError(
-                f"ParameterServer: rank {self.config.rank} expected {len(want)} parameters and rank 0 sent {len(got)}; "
-                f"the first difference is at {first}: {want[first : first + 1]} expected, {got[first : first + 1]} sent"
+                f"ParameterServer: parameters from rank 0 must match rank {self.config.rank}'s {len(want)} templates, "
+                f"got {len(got)}; the first difference is at {first}: template {want[first : first + 1]}, received "
+                f"{got[first : first + 1]}"
             )
         return [tensor.to(template.device) for tensor, template in zip(arrived, params, strict=True)]
 
     def reduce_gradients(self, grads: Sequence[Tensor], weights: float | None = None) -> list[Tensor]:
-        """The mean over ranks, each multiplied with its rank's own ``weights`` (a number) if given."""
+        """The mean over ranks, weighted if each rank passes its own weight (one number) as ``weights``."""
         grads = list(grads)
         problem = _weight_problem(weights)
         exchange = self._exchange
@@ -72,7 +76,7 @@ class ParameterServer(ExchangingAggregator):
             if weights is not None:
                 divisor = math.fsum(exchange.share_float(float(weights)))
                 if divisor == 0.0:
-                    raise AggregationError("ParameterServer: the weights of all ranks are zero, so there is no mean")
+                    raise AggregationError("ParameterServer: the sum of all ranks' weights must be > 0, got 0")
             result: list[Tensor] = list(grads)
             for server in range(self.servers):
                 owned = list(range(server, len(grads), self.servers))
@@ -93,15 +97,15 @@ class ParameterServer(ExchangingAggregator):
 
 
 def _parameter_problem(params: Sequence[Any] | None) -> Exception | None:
-    """Why rank 0 cannot broadcast these; the others hear of it instead of waiting."""
+    """The reason why rank 0 cannot broadcast these, or None."""
     if params is None:
-        return AggregationError("ParameterServer: rank 0 has no parameters to broadcast; give them as params")
+        return AggregationError("ParameterServer: rank 0 must pass params to broadcast, got None")
     for i, tensor in enumerate(params):
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
             kind = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
             return AggregationError(
-                f"ParameterServer: parameter {i} is {kind}; dense tensors of "
-                f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)} can be broadcast"
+                f"ParameterServer: parameter {i} must be a dense tensor of "
+                f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, got {kind}"
             )
     return None
 
@@ -112,7 +116,7 @@ def _weight_problem(weight: float | None) -> Exception | None:
     try:
         value = float(weight)
     except (TypeError, ValueError):
-        return ConfigError(f"ParameterServer: weights must be this rank's own weight, a number, got {weight!r}")
+        return ConfigError(f"ParameterServer: weights must be one number, this rank's weight, got {weight!r}")
     if not math.isfinite(value) or value < 0:
-        return ConfigError(f"ParameterServer: weights must be finite and not negative, got {value}")
+        return ConfigError(f"ParameterServer: weights must be finite and >= 0, got {value}")
     return None

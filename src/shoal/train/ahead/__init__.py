@@ -1,1 +1,1 @@
-"""The next batches, made ready while a step runs: read, moved to the device, their ids located, their rows fetched."""
+"""Prepare the next batches while a step runs: read them, move them to the device, locate ids and fetch rows."""

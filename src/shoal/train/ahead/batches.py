@@ -1,4 +1,4 @@
-"""Batches whatever they are made of: moved to a device, without samples, and all their tensors."""
+"""Helpers for batches of any structure: move them to a device, empty them, list their tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.ragged import Ragged
 
 
 def rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """The batch with its leaves changed: what is neither a container nor a dataclass. Containers are new ones."""
+    """Copy a batch, with ``change`` applied to everything that is neither a container nor a dataclass."""
     if isinstance(batch, Mapping):
         made = {key: rebuilt(value, change) for key, value in batch.items()}
         return made if type(batch) is dict else type(batch)(made)  # pyrefly: ignore
@@ -30,14 +30,14 @@ def rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def is_data(batch: Any) -> bool:
-    """Whether a list holds values, or lists of values, and no tensors."""
+    """Whether a list contains numbers or strings, possibly nested, rather than tensors."""
     while isinstance(batch, list | tuple) and batch:
         batch = batch[0]
     return isinstance(batch, int | float | str | bytes)
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """The tensors of a batch, as far as they can be seen."""
+    """The tensors in a batch's containers, dataclasses and attributes."""
     found: list[Tensor] = []
     waiting, seen = [batch], set()
     while waiting:
@@ -59,11 +59,11 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 
 class Mover:
-    """Brings batches to a device, on a stream of its own where that is a GPU, so that no step waits for it.
+    """Moves batches to a device; to a GPU on a separate stream, so that no step waits for the copy.
 
     Args:
-        device: where batches go; None: they stay where they are.
-        works_on: a GPU on which other things are made ready for steps, too.
+        device: the target; None leaves batches where they are.
+        works_on: a GPU on which other data is prepared for steps.
     """
 
     def __init__(self, device: torch.device | None, works_on: torch.device | None = None) -> None:
@@ -72,11 +72,11 @@ class Mover:
         self.stream = None if gpu is None else torch.cuda.Stream(gpu)
 
     def inside(self) -> AbstractContextManager[Any]:
-        """The context in which a thread makes batches ready."""
+        """The context in which a thread prepares batches."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def moved(self, batch: Any) -> Any:
-        """The batch on the device. What has ``to(device, non_blocking=True)`` of its own is asked to move itself."""
+        """The batch on the device. Other objects than tensors move if they have ``to(device, non_blocking=True)``."""
         return batch if self.device is None else rebuilt(batch, self._to)
 
     def _to(self, one: Any) -> Any:
@@ -85,14 +85,14 @@ class Mover:
             if one.device == device:
                 return one
             if device is not None and device.type == "cuda" and one.device.type == "cpu":
-                one = one.pin_memory()  # else the copy would wait, and the step with it
+                one = one.pin_memory()  # a copy from pageable memory would block the step
             return one.to(device, non_blocking=True)
         if isinstance(one, Ragged) or not hasattr(one, "to"):
             return one
         return one.to(device, non_blocking=True)
 
     def mark(self) -> Any:
-        """What `arrived` waits for: all that was done on the stream so far. None where there is no stream."""
+        """An event for `arrived` that completes after all work on the stream so far; None without a stream."""
         if self.stream is None:
             return None
         event = torch.cuda.Event()
@@ -100,7 +100,7 @@ class Mover:
         return event
 
     def arrived(self, event: Any, tensors: Iterator[Tensor]) -> None:
-        """Has the current stream wait for what was made ready, and keep its memory while it works on it."""
+        """Make the current stream wait for ``event``, and keep the tensors' memory until it has used them."""
         if self.stream is None or event is None:
             return
         current = torch.cuda.current_stream(self.stream.device)

@@ -1,4 +1,4 @@
-"""`Locator`: has the modules of a model take what was located ahead, where it is what they are asked for."""
+"""`Locator`: locates the ids of a model's modules before their forward, and passes them the results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from shoal.nn.module import TableModule
 from shoal.nn.read.asked import Located, located
 from shoal.table.protocol import Group, Missing
-from shoal.train.ahead.parts import Parts, learn, same
+from shoal.train.ahead.parts import Recipe, learn_recipe, same_arguments
 from shoal.train.ahead.uneven import offsets_in
 
 
 class Entry(NamedTuple):
-    """What a module of a model located of a batch, and the arguments that it is for."""
+    """The ids that a module located in a batch, and the arguments of the forward that they are for."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -26,33 +26,32 @@ class Entry(NamedTuple):
 
 
 class Locator:
-    """Learns from one forward which parts of a batch go to which modules over tables, and locates those of others.
+    """Learns from one forward which parts of a batch each module over tables gets, and locates them in later batches.
 
-    A module takes what was located if its arguments are the very objects that it was located for, and else locates
-    them itself, so that nothing depends on what was learned.
+    A module uses a located result only if its arguments are the same objects. Otherwise it locates them itself, so
+    outputs do not depend on what was learned.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(_outermost(model))
         self.tables = [one for one in model.modules() if isinstance(one, TableModule)]
-        self.known: list[tuple[nn.Module, Parts]] = []
+        self.known: list[tuple[nn.Module, Recipe]] = []
         self.learned = False
         self.enabled = True
-        """False: nothing is located ahead."""
+        """If False, nothing is located ahead."""
         self.located = self.missed = 0
-        """Forwards of modules that took what was located, and those that did not, since the first batch."""
+        """Forwards after the first batch that used a located result, and those that did not."""
         self._batch: Any = None
         self._entries: list[Entry] = []
         self._hooks: list[Any] = []
         self._missing: dict[int, Missing] = {}
 
     def groups(self) -> list[Group]:
-        """Of all tables of the model."""
+        """The groups of all tables of the model."""
         return list({id(group): group for one in self.tables for group in one.groups()}.values())
 
     def attach(self) -> None:
-        """Begins a pass, with the modules in the mode in which they are now: an evaluation in between changes it for a
-        while, and not for the batches that are located then."""
+        """Begin a pass. Batches are located for the modules' mode at this moment, even during an evaluation."""
         self._missing = {id(one): one.missing() for one in self.modules.values()}  # pyrefly: ignore
         self._hooks = [
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True) for module in self.modules.values()
@@ -65,30 +64,30 @@ class Locator:
         self.end()
 
     def locate(self, batch: Any) -> list[Entry]:
-        """Locates what modules will be asked for, in the order in which they were asked for the first batch."""
+        """Locate the ids of a batch, in the order of the modules' forwards for the first batch."""
         entries = []
-        for module, parts in self.known:
+        for module, recipe in self.known:
             try:
-                args, kwargs = parts.of(batch)
-            except (LookupError, AttributeError, TypeError):  # this batch is of another form
+                args, kwargs = recipe.arguments(batch)
+            except (LookupError, AttributeError, TypeError):  # this batch has another structure
                 continue
             found = located(module, partial(module.ask, *args, **kwargs), self._missing[id(module)])  # pyrefly: ignore
             entries.append(Entry(module, args, kwargs, found))
         return entries
 
     def offsets(self, batch: Any) -> frozenset[int]:
-        """The ``id()`` of those tensors of a batch that are offsets of bags."""
+        """The ``id()`` of each tensor of a batch that holds offsets of bags."""
         found: frozenset[int] = frozenset()
-        for module, parts in self.known:
-            found |= offsets_in(module, *parts.of(batch))
+        for module, recipe in self.known:
+            found |= offsets_in(module, *recipe.arguments(batch))
         return found
 
     def begin(self, batch: Any, entries: list[Entry]) -> None:
-        """The step of a batch begins."""
+        """Begin the step of a batch."""
         self._batch, self._entries = batch, entries
 
     def end(self) -> None:
-        """It has ended; after the first one, it is known what modules are asked for."""
+        """End the step of a batch. The first one has shown which ids the modules look up."""
         if self._batch is not None:
             self.learned = True
         self._batch, self._entries = None, []
@@ -97,12 +96,13 @@ class Locator:
         if self._batch is None or torch.compiler.is_compiling() or (args and isinstance(args[0], Located)):
             return None
         if not self.learned:
-            parts = learn(self._batch, args, kwargs) if self.enabled else None
-            if parts is not None and not any(module is one and parts.ways == other.ways for one, other in self.known):
-                self.known.append((module, parts))
+            recipe = learn_recipe(self._batch, args, kwargs) if self.enabled else None
+            known = [other.paths for one, other in self.known if one is module]
+            if recipe is not None and recipe.paths not in known:
+                self.known.append((module, recipe))
             return None
         for entry in self._entries:
-            if entry.module is module and same(entry.args, args) and same(entry.kwargs, kwargs):
+            if entry.module is module and same_arguments(entry.args, args) and same_arguments(entry.kwargs, kwargs):
                 if not entry.located.fits(module):
                     break
                 self.located += 1
@@ -112,12 +112,13 @@ class Locator:
 
 
 def tensors_of_entries(entries: list[Entry]) -> Iterator[Tensor]:
+    """The tensors of all located results."""
     for entry in entries:
         yield from entry.located.tensors()
 
 
 def _outermost(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules that can locate, and are in no other that can."""
+    """The modules that can locate ids and are not inside another module that can."""
     if callable(getattr(model, "locate", None)) and callable(getattr(model, "ask", None)):
         yield name, model
         return

@@ -1,4 +1,4 @@
-"""Which parts of a batch a module is given: seen in one forward, taken out of the batches that follow."""
+"""`Recipe`: how a module's arguments were made from one batch, learned from a forward and applied to later batches."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-_MOST = 20_000  # objects of a batch that are looked at
+_MAX_OBJECTS = 20_000  # searched per batch
 _PLAIN = (str, bytes, int, float, bool, complex, type(None))
 
 
-class Way(NamedTuple):
-    """From a batch to one of its parts."""
+class PartPath(NamedTuple):
+    """The path from a batch to one of its parts."""
 
     steps: tuple[tuple[bool, Any], ...]
-    """Each a key or an index (True), or the name of an attribute (False)."""
+    """Pairs: ``(True, key or index)`` or ``(False, attribute name)``."""
 
     def of(self, batch: Any) -> Any:
-        for item, name in self.steps:
-            batch = batch[name] if item else getattr(batch, name)
+        for is_item, name in self.steps:
+            batch = batch[name] if is_item else getattr(batch, name)
         return batch
 
 
-class Parts:
-    """How the arguments of a call are made of a batch: parts of it, or new containers around them, and constants."""
+class Recipe:
+    """Makes the arguments of a call from parts of a batch, constants, and new containers around them."""
 
-    def __init__(self, make: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]], ways: tuple[Way, ...]) -> None:
+    def __init__(
+        self, make: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]], paths: tuple[PartPath, ...]
+    ) -> None:
         self._make = make
-        self.ways = ways
+        self.paths = paths
 
-    def of(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for another batch.
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments for a batch.
 
         Raises:
             LookupError, AttributeError, TypeError: the batch does not have such parts.
@@ -40,46 +42,49 @@ class Parts:
         return self._make(batch)
 
 
-def learn(batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parts | None:
-    """How ``batch`` became the arguments of a call; None if they are not made of its parts alone."""
-    known = {id(part): Way(steps) for part, steps in _walk(batch)}
-    ways: list[Way] = []
-    made = _maker([list(args), dict(kwargs)], known, ways)
-    if made is None or not ways:
+def learn_recipe(batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recipe | None:
+    """Find out how the arguments of a call were made from ``batch``.
+
+    Returns None if no argument is a part of the batch, or if some argument is neither a part nor a constant.
+    """
+    known = {id(part): PartPath(steps) for part, steps in _walk(batch)}
+    paths: list[PartPath] = []
+    made = _maker([list(args), dict(kwargs)], known, paths)
+    if made is None or not paths:
         return None
 
     def make(other: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given, named = made(other)
         return tuple(given), named
 
-    return Parts(make, tuple(ways))
+    return Recipe(make, tuple(paths))
 
 
-def same(made: Any, given: Any) -> bool:
-    """Whether arguments are the same objects, in containers of the same form."""
+def same_arguments(made: Any, given: Any) -> bool:
+    """Whether arguments are the same objects (or equal constants), in containers of the same form."""
     if made is given:
         return True
     if isinstance(made, Mapping) and isinstance(given, Mapping):
-        return list(made) == list(given) and all(same(made[key], given[key]) for key in made)
+        return list(made) == list(given) and all(same_arguments(made[key], given[key]) for key in made)
     if isinstance(made, list | tuple) and type(made) is type(given):
-        return len(made) == len(given) and all(map(same, made, given))
+        return len(made) == len(given) and all(map(same_arguments, made, given))
     return isinstance(made, _PLAIN) and type(made) is type(given) and made == given
 
 
-def _maker(given: Any, known: Mapping[int, Way], ways: list[Way]) -> Callable[[Any], Any] | None:
-    way = known.get(id(given))
-    if way is not None and not isinstance(given, _PLAIN):
-        ways.append(way)
-        return way.of
+def _maker(given: Any, known: Mapping[int, PartPath], paths: list[PartPath]) -> Callable[[Any], Any] | None:
+    path = known.get(id(given))
+    if path is not None and not isinstance(given, _PLAIN):
+        paths.append(path)
+        return path.of
     if isinstance(given, _PLAIN):
         return lambda batch: given
     if type(given) is dict:
-        makers = {key: _maker(value, known, ways) for key, value in given.items()}
+        makers = {key: _maker(value, known, paths) for key, value in given.items()}
         if None in makers.values():
             return None
         return lambda batch: {key: make(batch) for key, make in makers.items()}  # pyrefly: ignore[not-callable]
     if type(given) in (list, tuple):
-        each = [_maker(value, known, ways) for value in given]
+        each = [_maker(value, known, paths) for value in given]
         if None in each:
             return None
         return lambda batch: type(given)(make(batch) for make in each)  # pyrefly: ignore[not-callable]
@@ -87,10 +92,10 @@ def _maker(given: Any, known: Mapping[int, Way], ways: list[Way]) -> Callable[[A
 
 
 def _walk(batch: Any) -> Iterator[tuple[Any, tuple[tuple[bool, Any], ...]]]:
-    """All objects of a batch, each with the fewest steps that lead to it."""
+    """The objects in a batch, each with the steps of its shortest path."""
     seen: dict[int, tuple[Any, tuple[tuple[bool, Any], ...]]] = {}
     waiting: list[tuple[Any, tuple[tuple[bool, Any], ...]]] = [(batch, ())]
-    while waiting and len(seen) < _MOST:
+    while waiting and len(seen) < _MAX_OBJECTS:
         found, steps = waiting.pop(0)
         if isinstance(found, _PLAIN) or id(found) in seen:
             continue

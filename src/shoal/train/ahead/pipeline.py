@@ -1,4 +1,4 @@
-"""`Pipeline`: while one batch is learnt from, the next ones are read, moved, located and, if asked for, looked up."""
+"""`Pipeline`: train on one batch while the next ones are read, moved, located and, with a staleness, looked up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.train.ahead.uneven import OnUneven
 
 
 class Pipeline:
-    """Trains a model while the next batches are made ready.
+    """Trains a model while the next batches are prepared.
 
     >>> import shoal, torch
     >>> from shoal.nn import HashEmbeddingBag
@@ -33,36 +33,37 @@ class Pipeline:
     >>> model = Clicks()
     >>> pipeline = Pipeline(model, torch.optim.Adam(model.parameters()))
     >>> batches = [{"items": torch.randint(99, (8, 3)), "clicked": torch.rand(8).round()} for _ in range(5)]
-    >>> losses = [float(loss) for loss in pipeline(batches)]  # each has been learnt from when it comes
+    >>> losses = [float(loss) for loss in pipeline(batches)]  # each step is complete when its loss is yielded
     >>> len(losses)
     5
 
-    With a ``staleness`` of 0 results are those of a plain loop, to the last bit: batches are read, moved to the device
-    and their ids located (converted, exchanged between ranks, dealt out to servers) ahead of their step; rows are read
-    in their forward. With a staleness of k, rows are read and updated by a thread of their own, in this order on every
-    run: the rows of batch j are read after the update of batch j - 1 - k. Weights of the dense part are never stale.
+    With a ``staleness`` of 0, results are bit-identical to those of a plain loop: batches are read, moved to the device
+    and their ids located (converted, exchanged between ranks, assigned to servers) before their step, and rows are read
+    in their forward. With a staleness of k, a background thread reads and updates rows, in the same order on every run:
+    the rows of batch j are read after the update of batch j - 1 - k. Dense weights are never stale.
 
-    Three ways to use it: ``for out in pipeline(batches)``; ``pipeline.progress(iterator)``, as TorchRec's pipelines;
-    and ``for batch in pipeline.batches(batches)``, with a step of your own in the loop.
+    There are three ways to use it: ``for out in pipeline(batches)``; ``pipeline.progress(iterator)``, as with
+    TorchRec's pipelines; and ``for batch in pipeline.batches(batches)``, with your own step in the loop.
 
     Args:
         model: called as ``model(batch)``; returns the loss, or ``(loss, output)``. In evaluation mode
-            (``model.eval()``) nothing is learnt.
-        optimizer: of the dense part; of rows, too, if it is a `shoal.nn.SparseOptimizer`.
-        device: where batches are moved, on a stream of its own; None: they stay where they are.
-        step: ``step(batch)``, in place of forward, backward and the optimizer's step; its result is what comes out.
+            (``model.eval()``) nothing is learned.
+        optimizer: for the dense part, and also for rows if it is a `shoal.nn.SparseOptimizer`.
+        device: where batches are moved, to a GPU on a separate stream; None leaves them where they are.
+        step: ``step(batch)``, replaces forward, backward and the optimizer's step; the pipeline yields its result.
         reduce: called between backward and the optimizer's step, such as ``OverlappedReducer(model).finish``.
-        transform: applied to each batch by the thread that reads. Modules find their ids ahead only if they are parts
-            of the batch: what has to be computed from it first is computed here.
+        transform: applied to each batch by the thread that reads. Ids are located ahead only if they are parts of the
+            batch, so compute here any that the model would derive from it.
         staleness: see above. Raise it from 0 to 1 when steps wait for servers or other ranks, and evaluate the model
             again.
-        ahead: batches that wait to be used; 0: batches are read when they are asked for. Raise it when reading is fast
-            on average, but sometimes slow.
-        on_uneven: with tables over ranks, what happens when some ranks run out of batches before others: ``"join"``,
-            they take part without samples; ``"stop"``, all stop; ``"error"``, all raise.
-        empty_batch: makes a batch without samples of the last one (or of None), where that is not obvious.
-        section: a number that rises with the batches, such as the epoch: ranks use all batches of one section before
-            those of the next.
+        ahead: number of batches kept ready; with 0, batches are read on request. Raise it when reading is fast on
+            average, but sometimes slow.
+        on_uneven: for tables over ranks, what to do when some ranks run out of batches before others: ``"join"``, they
+            continue without samples; ``"stop"``, all stop; ``"error"``, all raise.
+        empty_batch: makes a batch without samples from the last batch (or None). Pass it if the default, which empties
+            the first dimension of all tensors, does not fit your batches.
+        section: returns a batch's section, a number that never falls, such as the epoch. Ranks finish a section before
+            they start the next.
     """
 
     def __init__(
@@ -87,18 +88,18 @@ class Pipeline:
         if on_uneven not in ("join", "stop", "error"):
             raise ConfigError(f"Pipeline: on_uneven must be 'join', 'stop' or 'error', got {on_uneven!r}")
         if step is not None and (optimizer is not None or reduce is not None):
-            raise ConfigError("Pipeline: give step=, or optimizer and reduce=, which a step of yours calls itself")
+            raise ConfigError("Pipeline: step must not be combined with optimizer or reduce; call them in your step")
         self.model, self.optimizer = model, optimizer
         self.device = None if device is None else torch.device(device)
         self.staleness = staleness
         self.joined = False
-        """Whether the batch that came last has no samples, since this rank has run out of them."""
+        """Whether the last batch has no samples, because this rank has run out of batches."""
         self.section = 0
-        """Of the batch that came last."""
+        """The section of the last batch."""
         self.wait_s = 0.0
-        """Seconds that steps waited for their batches so far. If it is most of the time, reading is too slow."""
+        """Seconds that steps waited for their batches so far. If that is most of the time, reading is too slow."""
         self.steps = 0
-        """Batches that came so far."""
+        """The number of batches so far."""
         self._step = step or self._learn
         self._reduce = reduce
         self._settings = Settings(staleness, ahead, self.device, transform, on_uneven, empty_batch, section)
@@ -109,7 +110,7 @@ class Pipeline:
     # --- using it -----------------------------------------------------------------------------------------------------
 
     def __call__(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
-        """Learns from each batch; gives what the model (or ``step``) returned: its output, or its loss alone."""
+        """Train on each batch; yield the model's output (or its loss, if that is all), or the result of ``step``."""
         with closing(self.batches(batches)) as ready:
             for batch in ready:
                 out = self._step(batch)
@@ -117,10 +118,10 @@ class Pipeline:
                     yield out
 
     def progress(self, iterator: Iterator[Any]) -> Any:
-        """Learns from the next batch of an iterator, the same in every call; what `__call__` gives.
+        """Train on the next batch and return what `__call__` yields. Pass the same iterator in every call.
 
         Raises:
-            StopIteration: there are no more.
+            StopIteration: there are no more batches.
         """
         if self._progress is None or self._progress[0] is not iterator:
             self.close()
@@ -132,13 +133,13 @@ class Pipeline:
             raise
 
     def batches(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
-        """The batches, each ready when it comes, for a loop with a step of its own.
+        """Yield prepared batches, for a loop with your own step.
 
-        The step of a batch has to end before the next one is asked for. While other ranks have more batches, a rank
-        that has run out gets some without samples (`joined` is True): it takes its step with those.
+        The step of a batch must end before the next one is requested. While other ranks have more batches, a rank that
+        has run out gets batches without samples (`joined` is True), and must take its step with those.
         """
         if self._run is not None:
-            self._end(self._run)  # of a pass that was left
+            self._end(self._run)  # an earlier pass was abandoned
         before = self.wait_s
         run = self._run = Run(self._settings, batches, self._locator)
         try:
@@ -151,15 +152,15 @@ class Pipeline:
             self._end(run)
 
     def flush(self) -> None:
-        """Waits until every update is in the rows. With a staleness above 0, call it before you save or look at them.
+        """Wait until all updates are applied to the rows. With a staleness above 0, call it before saving or reading.
 
-        All ranks call it together.
+        All ranks must call it together.
         """
-        if self._run is not None and self._run.lane is not None:
-            self._run.lane.settle()
+        if self._run is not None:
+            self._run.settle()
 
     def close(self) -> None:
-        """Stops what is under way; batches that were made ready are dropped."""
+        """Stop the current pass; prepared batches are dropped."""
         progress, self._progress = self._progress, None
         if progress is not None:
             progress[1].close()
@@ -173,7 +174,7 @@ class Pipeline:
         self.close()
 
     def report(self) -> dict[str, Any]:
-        """What is done ahead, and how well it works: for each module over tables whether its ids are located ahead."""
+        """Counts and waiting time so far, and for each module over tables whether its ids are located ahead."""
         known = {id(module) for module, _ in self._locator.known}
         return {
             "staleness": self.staleness,
@@ -207,11 +208,11 @@ class Pipeline:
 
 
 def _loss_and_output(given: Any) -> tuple[Tensor, Any]:
-    """What a model returned: its loss, and what comes out of the pipeline."""
+    """The loss that a model returned, and the value that the pipeline yields."""
     loss, output = given if isinstance(given, tuple) and len(given) == 2 else (given, given)
     if not isinstance(loss, Tensor):
         raise ConfigError(
-            f"Pipeline: model(batch) must return the loss, or (loss, output), got {type(given).__name__}; with step= a "
-            "function of yours does the step"
+            f"Pipeline: model(batch) must return the loss, or (loss, output), got {type(given).__name__}; pass step= "
+            "to use your own training step"
         )
     return loss, output.detach() if isinstance(output, Tensor) else output

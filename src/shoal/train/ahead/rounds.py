@@ -1,4 +1,4 @@
-"""`Rounds`: one batch after the other, with what was located of it, the same number of them on every rank."""
+"""`Rounds`: batches with their located ids, the same number of them on every rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from shoal.train.ahead.batches import Mover, tensors_of
@@ -17,32 +18,31 @@ _TICK_S = 0.2
 
 @dataclass(slots=True)
 class Round:
-    """A batch that is ready."""
+    """A batch that is ready for its step."""
 
     number: int
     batch: Any
     section: int
     joined: bool
-    """This rank had run out: the batch has no samples."""
+    """Whether this batch has no samples, because this rank has run out of batches."""
     entries: list[Entry] = field(default_factory=list)
     ready: Any = None
-    """When what was made ready on a stream of its own is there."""
+    """The CUDA event to wait for before data prepared on another stream is used; None if there is none."""
 
     def read(self) -> Round:
-        """Reads the rows, for the forward to take."""
+        """Read the rows for the forward."""
         for entry in self.entries:
             entry.located.read()
         return self
 
     def arrive(self, mover: Mover) -> None:
-        """The stream of the step waits for what was made ready on another."""
+        """Make the step's stream wait for data prepared on another stream."""
         if self.ready is not None:
-            mover.arrived(self.ready, (one for all in (tensors_of(self.batch), tensors_of_entries(self.entries))
-                                       for one in all))  # fmt: skip
+            mover.arrived(self.ready, chain(tensors_of(self.batch), tensors_of_entries(self.entries)))
 
 
 class Held:
-    """A batch, whatever it is: None, or what compares in a way of its own."""
+    """Wraps a batch, which can itself be None; an unwrapped None means that there are no more batches."""
 
     __slots__ = ("batch",)
 
@@ -51,12 +51,14 @@ class Held:
 
 
 class Rounds:
-    """What a thread makes of batches that another has read. It is iterated over once.
+    """Turns batches that another thread has read into rounds. It can be iterated over once.
 
     Args:
-        batches: those of this rank.
-        section: a number that rises with the batches, such as the epoch: ranks use all of one before the next.
-        empty_batch: makes a batch without samples of another.
+        batches: the batches of this rank.
+        section: returns a batch's section, a number that never falls, such as the epoch. Ranks finish a section
+            before they start the next.
+        empty_batch: makes a batch without samples from another batch.
+        in_step: whether all ranks, or all runs, must locate the same batches ahead.
     """
 
     def __init__(
@@ -74,16 +76,15 @@ class Rounds:
         self._locator, self._agreement, self._mover = locator, agreement, mover
         self._section, self._empty = section, empty_batch
         self._in_step = in_step
-        """Whether all ranks, or all runs, must locate the same batches ahead."""
         self._closed = threading.Event()
         self._first_done = threading.Event()
 
     def close(self) -> None:
-        """No more rounds are wanted."""
+        """Stop making rounds."""
         self._closed.set()
 
     def first_done(self) -> None:
-        """The step of the first batch has ended."""
+        """Report that the step of the first batch has ended."""
         self._first_done.set()
 
     def __iter__(self) -> Iterator[Round]:
@@ -97,12 +98,12 @@ class Rounds:
                     held = self._next()
                     ended = held is None
                 joins = last is not None or self._empty is not None
-                says = HAS if held is not None else ENDED if joins else CANNOT_JOIN
+                status = HAS if held is not None else ENDED if joins else CANNOT_JOIN
                 section = 0 if held is None else self._section(held.batch)
-                verdict = self._agreement.next(says, section)
-                if not verdict.goes_on:
+                verdict = self._agreement.next(status, section)
+                if not verdict.proceeds:
                     return
-                if verdict.mine:
+                if verdict.use_mine:
                     assert held is not None
                     last, held = held, None
                     made = Round(number, last.batch, verdict.section, False)
@@ -129,7 +130,7 @@ class Rounds:
     def _without_samples(self, last: Held | None) -> Any:
         if self._empty is not None:
             return self._empty(None if last is None else last.batch)
-        assert last is not None  # else this rank said that it cannot join
+        assert last is not None  # otherwise this rank has sent CANNOT_JOIN
         return without_samples(last.batch, self._locator.offsets(last.batch))
 
     def _locate(self, made: Round) -> None:
@@ -137,7 +138,7 @@ class Rounds:
             if self._locator.learned:
                 made.entries = self._locator.locate(made.batch)
         except Exception as error:
-            error.add_note(f"Raised while the ids of batch {made.number} were located ahead of its step")
+            error.add_note(f"Raised while locating the ids of batch {made.number} ahead of its step")
             raise
         made.ready = self._mover.mark()
 

@@ -1,4 +1,4 @@
-"""`Run`: one pass of a pipeline over batches: its threads, and the order of what they do."""
+"""`Run`: one pass of a pipeline over batches, with its threads and the order of their work."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from shoal.train.ahead.locator import Locator
 from shoal.train.ahead.rounds import Held, Round, Rounds
 from shoal.train.ahead.uneven import Agreement, OnUneven
 
-_CLOSE_S = 10.0  # that a run which is stopped waits for its threads
+_CLOSE_S = 10.0  # the longest wait for the threads of a stopped run
 
 
 class Settings(NamedTuple):
-    """As `Pipeline` has them."""
+    """The arguments of `Pipeline` that a run needs."""
 
     staleness: int
     ahead: int
@@ -38,15 +38,14 @@ class Settings(NamedTuple):
 
 
 class Run:
-    """Up to three threads: one reads batches; one locates their ids, where that takes messages to other processes; and
-    with a staleness one makes all calls of the tables.
+    """One pass over batches, with up to two background threads.
 
-    | staleness | the thread of the step | the other threads |
+    | staleness | the thread of the step | the background threads |
     |---|---|---|
     | 0 | reads rows in forward, updates them in backward | read, move and locate the next batches |
-    | k | computes | read and move the next batches; locate, read rows and update, in one order |
+    | k | computes | read and move the next batches; locate, read and update rows, always in the same order |
 
-    Rows in this process's GPU memory are read ahead on a stream of their own, and no thread is needed for them.
+    If all rows are in this process's GPU memory, they are read ahead on a separate stream instead of a thread.
     """
 
     def __init__(self, settings: Settings, batches: Iterable[Any], locator: Locator) -> None:
@@ -66,7 +65,7 @@ class Run:
         self._closed = False
         self._threads: list[ReadAhead[Any]] = []
         reading = _Reading(batches, settings.transform, self._mover)
-        waits = remote or (settings.staleness > 0 and not by_stream)  # reading goes on while what follows waits
+        waits = remote or (settings.staleness > 0 and not by_stream)  # if True, batches are read in a separate thread
         read = self._thread(reading, settings.ahead if waits else 0, "read", self._mover.inside)
         self._rounds = Rounds(
             read, locator, Agreement(None if ranks is None else ranks.aside, settings.on_uneven), self._mover,
@@ -91,7 +90,7 @@ class Run:
             yield
 
     def rounds(self) -> Iterator[Round]:
-        """One after the other; the step of one ends before the next is asked for."""
+        """Yield the rounds in order; the step of one must end before the next is requested."""
         ready = self._fetched() if self._settings.staleness else self._made
         while True:
             begin = time.perf_counter()
@@ -107,13 +106,13 @@ class Run:
         self.settle()
 
     def _fetched(self) -> Iterator[Round]:
-        """With the rows as they are after the update of the batch ``staleness + 1`` before."""
+        """Yield rounds whose rows were read after the update of the batch ``staleness + 1`` batches earlier."""
         for module in self._locator.tables:
             for keeper in module.keepers():
                 keeper.lane = self.lane
         window: deque[Callable[[], Round | _Failed | None]] = deque()
         while True:
-            # The first batch alone tells what modules are asked for.
+            # Only the first batch's forward shows which ids the modules look up.
             while len(window) < (self._settings.staleness + 1 if self._locator.learned else 1):
                 window.append(self._fetch())
             made = window.popleft()()
@@ -125,7 +124,7 @@ class Run:
             yield made
 
     def _fetch(self) -> Callable[[], Round | _Failed | None]:
-        """Has the next batch located and its rows read, after all updates so far."""
+        """Start to locate the next batch and read its rows, after all updates so far."""
         if self.lane is not None:
             return self.lane.submit(self._next_with_rows).result
         with self._mover.inside():
@@ -139,15 +138,15 @@ class Run:
             made = next(self._made, None)
             return None if made is None else made.read()
         except BaseException as error:
-            return _Failed(error)  # of a batch whose turn has not come
+            return _Failed(error)  # raised when it is this batch's turn
 
     def settle(self) -> None:
-        """Waits until every update so far is in the rows."""
+        """Wait until all updates so far are applied to the rows."""
         if self.lane is not None:
             self.lane.settle()
 
     def close(self) -> None:
-        """Ends the threads. Updates that wait are made first."""
+        """Apply pending updates and end the threads."""
         if self._closed:
             return
         self._closed = True
@@ -174,10 +173,10 @@ class _Failed:
 
 
 class _Reading:
-    """Batches as they are read, transformed and on their way to the device."""
+    """Reads batches, transforms them and starts to move them to the device."""
 
     def __init__(self, batches: Iterable[Any], transform: Callable[[Any], Any] | None, mover: Mover) -> None:
-        self._batches: Iterator[Any] = iter(batches)  # by the caller, whose random numbers a sampler may draw
+        self._batches: Iterator[Any] = iter(batches)  # in the caller's thread: a sampler can draw its random numbers
         self._owned = self._batches is not batches
         self._transform, self._mover = transform, mover
 
@@ -189,7 +188,7 @@ class _Reading:
                 number += 1
         except Exception as error:
             where = threading.current_thread().name
-            error.add_note(f"Raised while batch {number} was read ahead of its step, in the thread {where!r}")
+            error.add_note(f"Raised while reading batch {number} ahead of its step, in thread {where!r}")
             raise
         finally:
             close = getattr(self._batches, "close", None)
@@ -198,11 +197,11 @@ class _Reading:
 
 
 def _ranks_of(groups: Iterable[Group]) -> Ranks | None:
-    """The ranks that tables are over, whose second channel is open now, if they have one."""
+    """Return the ranks that share the tables, or None; open a second channel between them."""
     over: list[Any] = [group for group in groups if group.traits.shares is not None]
     found: list[Ranks] = list({id(group.exchange.main): group.exchange.main for group in over}.values())
     if len({ranks.key for ranks in found}) > 1:
-        raise ConfigError("Pipeline: all tables of a model must be over the same ranks, got several groups of ranks")
+        raise ConfigError("Pipeline: all tables of a model must span the same ranks, got several groups of ranks")
     for ranks in found:
         ranks.aside = found[0].open_aside()
     return found[0] if found else None

@@ -1,4 +1,4 @@
-"""Ranks that have different numbers of batches: what they tell each other before each one, and empty batches."""
+"""Handle ranks with different numbers of batches: agree before each batch, and make batches without samples."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from shoal.train.ahead.batches import is_data, rebuilt
 
 OnUneven = Literal["join", "stop", "error"]
 ENDED, HAS, FAILED, CLOSED, CANNOT_JOIN = range(5)
-"""What a rank says: no more batches; one more; reading it failed; it stopped; it never had one, so cannot join."""
+"""A rank's status: no more batches; one more; reading failed; stopped; never had a batch, so it cannot join."""
 
 
 class Verdict(NamedTuple):
-    """What comes next, on all ranks."""
+    """What the ranks do next."""
 
-    goes_on: bool
-    mine: bool
-    """Whether this rank uses its batch now; else it takes part without samples."""
+    proceeds: bool
+    """Whether there is another step."""
+    use_mine: bool
+    """Whether this rank uses its batch now; otherwise it joins the step without samples."""
     section: int = 0
-    """Of the batches that are used."""
+    """The section of the batches in this step."""
 
 
 class Agreement:
-    """Has ranks that work in step use their batches together, in the order of sections (such as epochs).
+    """Lets ranks agree on each step, so that they use their batches together, in the order of sections (epochs).
 
     Args:
-        ranks: who; None: this process alone.
-        on_uneven: what happens when some ranks have run out: ``join``, they take part without samples; ``stop``, all
+        ranks: the ranks that must agree; None for a single process.
+        on_uneven: when some ranks have run out of batches: ``join``, they continue without samples; ``stop``, all
             ranks stop; ``error``, all raise.
     """
 
@@ -42,56 +43,57 @@ class Agreement:
         self._on_uneven = on_uneven
         self._number = 0
 
-    def next(self, says: int, section: int = 0) -> Verdict:
-        """What comes next, once every rank has said what it has.
+    def next(self, status: int, section: int = 0) -> Verdict:
+        """Exchange statuses with the other ranks and return what to do next.
 
         Raises:
             PeerError: another rank stopped, or failed to read.
-            ConfigError: ranks differ, and must not or cannot.
+            ConfigError: some ranks have run out, and ``on_uneven`` is ``error`` or a rank cannot join.
         """
         number, self._number = self._number, self._number + 1
         if self._ranks is None:
-            return Verdict(says == HAS, says == HAS, section)
-        rank, told = self._ranks.rank, self._ranks.current.gather_ints([says, section])
-        for what, kind in ((FAILED, "could not read its batch"), (CLOSED, "stopped before batch")):
-            who = [r for r, (said, _) in enumerate(told) if said == what and r != rank]
-            if who and says not in (FAILED, CLOSED):
-                raise PeerError(f"rank {rank}: rank(s) {who} {kind} {number}; see their logs", ranks=who)
-        have = [r for r, (said, _) in enumerate(told) if said == HAS]
-        ended = [r for r in range(len(told)) if r not in have]
-        if not have or says in (FAILED, CLOSED) or (ended and self._on_uneven == "stop"):
+            return Verdict(status == HAS, status == HAS, section)
+        rank, answers = self._ranks.rank, self._ranks.current.gather_ints([status, section])
+        for failure, text in ((FAILED, "could not read batch"), (CLOSED, "stopped before batch")):
+            who = [r for r, (answer, _) in enumerate(answers) if answer == failure and r != rank]
+            if who and status not in (FAILED, CLOSED):
+                raise PeerError(f"rank {rank}: rank(s) {who} {text} {number}; see their logs", ranks=who)
+        have = [r for r, (answer, _) in enumerate(answers) if answer == HAS]
+        ended = [r for r in range(len(answers)) if r not in have]
+        if not have or status in (FAILED, CLOSED) or (ended and self._on_uneven == "stop"):
             return Verdict(False, False)
         if ended and self._on_uneven == "error":
             raise ConfigError(
-                f"rank(s) {ended} ran out after {number} batches, rank(s) {have} did not; with on_uneven='join' they "
-                "take part without samples, with 'stop' all ranks stop"
+                f"rank(s) {ended} ran out after {number} batches, rank(s) {have} did not; use on_uneven='join' to let "
+                "them continue without samples, or 'stop' to stop all ranks"
             )
-        never = [r for r, (said, _) in enumerate(told) if said == CANNOT_JOIN]
+        never = [r for r, (answer, _) in enumerate(answers) if answer == CANNOT_JOIN]
         if never:
             raise ConfigError(
-                f"rank(s) {never} have no batch at all, so they cannot tell what one without samples looks like; give "
-                "every rank at least one batch, or empty_batch=, or use on_uneven='stop'"
+                f"rank(s) {never} have no batch at all, so they have no example for a batch without samples; give "
+                "every rank at least one batch, or pass empty_batch=, or use on_uneven='stop'"
             )
-        first = min(told[r][1] for r in have)
-        return Verdict(True, says == HAS and section == first, first)
+        first = min(answers[r][1] for r in have)
+        return Verdict(True, status == HAS and section == first, first)
 
     def leave(self) -> None:
-        """Tells the others that this rank stops here; those that go on raise."""
+        """Notify the other ranks that this one stops; those that continue raise."""
         if self._ranks is not None:
             self._ranks.current.gather_ints([CLOSED, 0])
 
 
 def without_samples(batch: Any, offsets: frozenset[int]) -> Any:
-    """A batch like ``batch`` with no samples: what a rank computes on while only others have more.
+    """A batch like ``batch`` without samples, for a rank that has run out while others have more.
 
-    What has a method ``without_samples()`` is asked. Else the first dimension of every tensor is taken to be samples.
+    Objects with a method ``without_samples()`` make it themselves. The first dimension of other tensors must be the
+    samples.
 
     Args:
-        offsets: the ``id()`` of tensors that are offsets of bags, of which the first element stays.
+        offsets: the ``id()`` of tensors that hold offsets of bags; these keep their first element.
     """
     made: dict[int, Any] = {}
 
-    def empty(one: Any) -> Any:  # one object for one object
+    def empty(one: Any) -> Any:  # an object that occurs twice is replaced by the same object
         if id(one) not in made:
             made[id(one)] = _empty(one, id(one) in offsets)
         return made[id(one)]
@@ -113,13 +115,13 @@ def _empty(one: Any, offsets: bool) -> Any:
     if hasattr(type(one), "from_lengths_sync"):  # a KeyedJaggedTensor
         return type(one).from_lengths_sync(keys=one.keys(), values=one.values()[:0], lengths=one.lengths()[:0])
     raise ConfigError(
-        f"Pipeline: a rank that has run out of batches cannot make one without samples of {type(one).__name__}; give "
-        "empty_batch=, a function that makes it of the last batch, or on_uneven='stop'"
+        f"Pipeline: a rank has run out of batches, and cannot make one without samples from a {type(one).__name__}; "
+        "pass empty_batch=, a function that makes it from the last batch, or use on_uneven='stop'"
     )
 
 
 def offsets_in(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[int]:
-    """The ``id()`` of the tensors that are offsets, with their end, among the arguments of a module's forward."""
+    """The ``id()`` of the arguments of a module's forward that hold offsets of bags, including the last offset."""
     if not getattr(module, "include_last_offset", True):
         return frozenset()
     given = inspect.signature(module.forward).bind(*args, **kwargs).arguments

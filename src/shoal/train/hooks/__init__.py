@@ -1,1 +1,1 @@
-"""Calls around a training loop that keep ranks in step."""
+"""Training loop hooks that keep ranks in step."""

@@ -1,4 +1,4 @@
-"""Ranks whose inputs end at different times stop in the same step."""
+"""End the input in the same step on all ranks, although their data ends at different times."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,11 +10,11 @@ _END = object()
 
 
 class EofAwareTask:
-    """``task`` whose input ends, on every rank, after the batch that was the last one of any rank.
+    """Wraps ``task`` so that its input ends on every rank as soon as it ends on one.
 
-    The task has ``create_input_fn(mode)``, which gives a function that gives an iterable of batches, and
-    ``create_model_fn()``; so has this, and it forwards everything else. Batches come through unchanged; one is read
-    ahead. With one rank, and while exporting, it does nothing.
+    The task must have ``create_input_fn(mode)``, which returns a function that returns an iterable of batches, and
+    ``create_model_fn()``; all other attributes are the task's. Batches are unchanged; one is read ahead. With one rank,
+    and while exporting, the wrapper does nothing.
     """
 
     def __init__(self, task: Any, use_dataservice: bool = False) -> None:
@@ -22,7 +22,7 @@ class EofAwareTask:
         self.use_dataservice = use_dataservice
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_task":  # asked for by copy and pickle, before there is one
+        if name == "_task":  # copy and pickle ask for it before __init__ has run
             raise AttributeError(name)
         return getattr(self._task, name)
 

@@ -1,4 +1,4 @@
-"""Start and end of asynchronous workers: nobody trains before the restore, the chief leaves last."""
+"""Hooks for asynchronous workers: none trains before the chief has restored, and the chief ends last."""
 
 import logging
 import time
@@ -15,14 +15,14 @@ POLL_S = 1.0
 LOG_EVERY_S = 60.0
 
 _local_store: Any = None
-_has_chief = False  # whose job it is
+_has_chief = False  # the local store already belongs to a chief
 
 
 class SyncHelper:
-    """Booleans that the job shares: element 0 says that the restore finished, element i that worker i is alive.
+    """Flags that the job shares: flag 0 means that the restore finished, flag i that worker i is alive.
 
-    ``store`` is any store of torch's process groups; by default the job's rendezvous store, or without a job one in
-    this process, which a second chief's helper starts afresh.
+    ``store`` is any store for torch's process groups; by default the job's rendezvous store, or without a job a store
+    in this process, which is replaced when a second chief's helper is created.
     """
 
     def __init__(self, num_workers: int, is_chief: bool, store: Any = None) -> None:
@@ -73,7 +73,7 @@ class SyncHelper:
 
 
 class ChiefSyncHook(SessionRunHook):
-    """Says that the restore is done; at the end waits ``timeout_seconds`` at most for the workers; never raises."""
+    """Reports that the restore is done; at the end waits for the workers, at most ``timeout_seconds``; never raises."""
 
     def __init__(self, helper: SyncHelper, timeout_seconds: float = 1800) -> None:
         self.helper = helper
@@ -88,7 +88,7 @@ class ChiefSyncHook(SessionRunHook):
             while alive := self.helper.get_alive_workers():
                 now = time.monotonic()
                 if now - began >= self.timeout_seconds:
-                    logger.warning("workers %s still ran after %g s; leaving without them", alive, self.timeout_seconds)
+                    logger.warning("stopped waiting for workers %s after %g s", alive, self.timeout_seconds)
                     return
                 if now - logged >= LOG_EVERY_S:
                     logged = now
@@ -99,7 +99,7 @@ class ChiefSyncHook(SessionRunHook):
 
 
 class WorkerSyncHook(SessionRunHook):
-    """Announces worker ``index`` and waits until the restore is done; signs off at the end. Index 0 does nothing."""
+    """Marks worker ``index`` as alive from start to end, and waits for the restore; index 0 does nothing."""
 
     def __init__(self, index: int, helper: SyncHelper, timeout_seconds: float = 1800) -> None:
         self.index = index
@@ -114,7 +114,7 @@ class WorkerSyncHook(SessionRunHook):
         while not self.helper.get_restore_status():
             if time.monotonic() > end:
                 raise DeadlineError(
-                    f"worker {self.index} waited {self.timeout_seconds:g} s for the restore; see the chief's log"
+                    f"worker {self.index} waited {self.timeout_seconds:g} s for the chief's restore; see its log"
                 )
             time.sleep(0.1)
 

@@ -1,4 +1,4 @@
-"""Hooks that keep synchronous ranks in step: when to dump, when to stop, what to log."""
+"""Hooks that make synchronous ranks dump and stop in the same step, and that log table sizes."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ DUMP_HOURS = range(18, 21)  # UTC
 
 
 class SyncTrainingBarrierSaverListener:
-    """After a checkpoint, a broadcast of the global step from rank 0: no rank continues before it is written."""
+    """Broadcasts the global step from rank 0 after a checkpoint, so that no rank continues before it is written."""
 
     def begin(self) -> None: ...
 
@@ -39,9 +39,9 @@ class SyncTrainingBarrierSaverListener:
 
 
 class _EveryInterval(SessionRunHook):
-    """Acts on the steps at which another ``step_interval`` is full, the same ones on all ranks."""
+    """Calls `act` every ``step_interval`` steps, in the same steps on all ranks."""
 
-    def __init__(self, model_dir: str, timer: Any, step_interval: int) -> None:
+    def __init__(self, model_dir: str, timer: Any, step_interval: int = 100) -> None:
         if step_interval < 1:
             raise ConfigError(f"{type(self).__name__}: step_interval must be at least 1, got {step_interval}")
         self.model_dir = Path(model_dir)
@@ -63,17 +63,15 @@ class _EveryInterval(SessionRunHook):
 class SyncTrainingForceDumpHook(_EveryInterval):
     """Files ``dump_<step>`` and ``stop_<step>`` in ``model_dir`` make all ranks dump, or dump and stop.
 
-    Rank 0 looks, for the steps since its last look, and broadcasts; the timer is on in the ``DUMP_HOURS`` only.
+    Rank 0 checks for files of the last ``step_interval`` steps and broadcasts the result. Otherwise the timer is
+    enabled only during ``DUMP_HOURS``.
     """
-
-    def __init__(self, model_dir: str, timer: Any, step_interval: int = 100) -> None:
-        super().__init__(model_dir, timer, step_interval)
 
     def act(self, ctx: Any, values: Any, step: int) -> None:
         bits = [0, 0, 0]
         if control.rank() == 0:
             in_hours = datetime.now(UTC).hour in DUMP_HOURS
-            bits = [int(self._asked("dump", step)), int(self._asked("stop", step)), int(in_hours)]
+            bits = [int(self._requested("dump", step)), int(self._requested("stop", step)), int(in_hours)]
         dump, stop, in_hours = control.broadcast_ints(bits, timeout_s=BROADCAST_LIMIT_S)
         if in_hours:
             self.timer.enable()
@@ -85,7 +83,7 @@ class SyncTrainingForceDumpHook(_EveryInterval):
         if stop:
             ctx.request_stop()
 
-    def _asked(self, what: str, step: int) -> bool:
+    def _requested(self, what: str, step: int) -> bool:
         try:
             names = os.listdir(self.model_dir)
         except OSError:
@@ -95,10 +93,7 @@ class SyncTrainingForceDumpHook(_EveryInterval):
 
 
 class SyncTrainingSaverControlHook(_EveryInterval):
-    """The timer is on while the file ``ONLINE`` is in ``model_dir``; rank 0 looks for all."""
-
-    def __init__(self, model_dir: str, timer: Any, step_interval: int = 100) -> None:
-        super().__init__(model_dir, timer, step_interval)
+    """Enables the timer while ``model_dir`` contains a file ``ONLINE``; rank 0 checks and broadcasts."""
 
     def act(self, ctx: Any, values: Any, step: int) -> None:
         online = int(control.rank() == 0 and (self.model_dir / "ONLINE").exists())
@@ -110,7 +105,7 @@ class SyncTrainingSaverControlHook(_EveryInterval):
 
 
 class SyncTrainingInfoHook(SessionRunHook):
-    """Logs the sizes of ``tables`` (name to table; ``ctx.tables`` if None) at most every ``interval_s``."""
+    """Logs the sizes of ``tables`` (name to table; ``ctx.tables`` if None), at most once per ``interval_s``."""
 
     def __init__(self, tables: Mapping[str, Any] | None = None, interval_s: float = 600) -> None:
         self.tables = tables
@@ -124,7 +119,7 @@ class SyncTrainingInfoHook(SessionRunHook):
         self._last = now
         tables = self.tables if self.tables is not None else getattr(ctx, "tables", None) or {}
         for name, table in tables.items():
-            logger.info("table %s holds %d rows", name, _rows(table))
+            logger.info("table %s has %d rows", name, _rows(table))
 
 
 def _rows(table: Any) -> int:
@@ -133,9 +128,10 @@ def _rows(table: Any) -> int:
 
 
 class ReqTimeControlDumpHook(_EveryInterval):
-    """When the newest request time reaches the number in the file ``limit_req_time``, all ranks dump and stop.
+    """Makes all ranks dump and stop when the newest request time reaches the number in the file ``limit_req_time``.
 
-    A rank's newest request time is ``values["req_time"]``, or ``ctx.req_time``: a number, a tensor or a list of them.
+    A rank's newest request time is the maximum of ``values["req_time"]``, or of ``ctx.req_time``: a number, a tensor or
+    a list of numbers.
     """
 
     def __init__(self, model_dir: str, timer: Any, step_interval: int = 1000) -> None:
@@ -158,7 +154,7 @@ class ReqTimeControlDumpHook(_EveryInterval):
         except FileNotFoundError:
             return -1
         except (OSError, ValueError) as error:
-            logger.warning("file limit_req_time cannot be read: %s", error)
+            logger.warning("cannot read file limit_req_time: %s", error)
             return -1
 
 
@@ -172,7 +168,7 @@ def _newest(ctx: Any, values: Any) -> int:
 
 
 def add_mpi_exception_hook() -> None:
-    """Under ``mpirun``, an exception that nobody catches prints rank and traceback and ends the whole job."""
+    """Under ``mpirun``, make an uncaught exception print rank and traceback and abort the whole job."""
     rank = os.environ.get("OMPI_COMM_WORLD_RANK")
     if rank is None:
         return

@@ -1,1 +1,1 @@
-"""The loop behind `shoal train`: configuration, tables, metrics, checkpoints, and what is shown of it."""
+"""The loop behind `shoal train`: configuration, tables, metrics, checkpoints and reports."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: a folder with rows, dense tensors, positions and metrics, which is there when it is whole.
+"""Checkpoints of a run: a folder with rows, dense tensors, positions and metrics, which appears once complete.
 
 ``<dir>/ckpt-<step>/`` holds the tables' record files (one set per table for all ranks, readable by `shoal.table`),
 ``dense.safetensors``, ``rank-00000.safetensors`` … and ``manifest.json``, written last, with a digest of every file.
@@ -34,30 +34,30 @@ _FEATURES = "table.features."
 
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
-    """What a checkpoint is made of, besides the rows."""
+    """The contents of a checkpoint other than the rows."""
 
     step: int
     model: nn.Module
     optimizer: torch.optim.Optimizer
     reader: dict[str, Any]
-    """Where this rank reads on."""
+    """Where this rank continues to read."""
     metrics: dict[str, np.ndarray]
-    """This rank's."""
+    """This rank's metrics."""
     deal: Callable[[list[Any]], dict[str, Any]] = lambda readers: {}
-    """Where this rank reads on after more or fewer ranks that were at ``readers``."""
+    """Computes this rank's position from ``readers``, the positions of another number of ranks."""
     content: dict[str, Any] = field(default_factory=dict)
     """Plain values, the same on all ranks."""
 
 
 class Target(NamedTuple):
-    """What the rows of a table are loaded into on one rank, whatever way it is spread."""
+    """The table that receives a checkpoint's rows on one rank."""
 
     table: HashTable
     way: str = "row"
     every: bool = False
-    """Whether it gets all rows; else those of ``id mod ranks``."""
+    """Whether it gets all rows, instead of only those of this rank by ``id mod ranks``."""
     empty: bool = False
-    """Whether it gets none: another rank has them."""
+    """Whether it gets no rows, because another rank has them."""
 
 
 def save_checkpoint(
@@ -68,15 +68,15 @@ def save_checkpoint(
     make_room: Callable[[], None],
     ways: Sequence[str] = (),
 ) -> None:
-    """Writes the folder ``target``; all ranks together.
+    """Write a checkpoint to the folder ``target``. All ranks must call it together.
 
     Args:
         tables: the rows of this process, the same tables in the same order on every rank.
-        ways: how each is spread over ranks; by row unless given.
-        target: does not exist, or ``make_room``, called by the first rank when the new folder is complete, removes it.
+        make_room: called by the first rank when the new folder is complete; must remove ``target`` if it exists.
+        ways: how each table is distributed over ranks; by row unless given.
 
     Raises:
-        OSError: a rank could not write; every rank raises, and nothing is left of the new folder.
+        OSError: a rank could not write; every rank raises, and the new folder is removed.
     """
     draft = Draft(target, ranks.from_first(os.urandom(8).hex()))
     counts = ranks.gather([naming.shard_count(-1, table.size()) for table in tables])
@@ -120,13 +120,13 @@ def save_checkpoint(
 
 
 def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable | Target], ranks: Ranks) -> Manifest:
-    """Fills model, optimizer and rows from a folder; ``snapshot`` gets this rank's position and metrics.
+    """Load model, optimizer and rows from a folder; ``snapshot`` gets this rank's position and metrics.
 
-    On another number of ranks the rows are shared out anew, and so is what was not read yet (``snapshot.deal``); an
-    admission filter counts from 0. Ranks do not talk to each other.
+    With another number of ranks, rows and unread data (``snapshot.deal``) are redistributed; an admission filter
+    counts from 0. Ranks do not communicate.
 
     Raises:
-        DataError: a file is damaged. Model and optimizer are as they were; the rows are to be loaded again.
+        DataError: a file is damaged. Model and optimizer are unchanged; the rows must be loaded again.
     """
     manifest = Manifest.of(saved)
     content = manifest.content
@@ -140,7 +140,7 @@ def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable
             target = table if isinstance(table, Target) else Target(table)
             _load_rows(saved, content["tables"], target, ranks, same)
     except (KeyError, IndexError, TypeError) as error:  # only a manifest without a digest can be changed unnoticed
-        raise DataError(f"{saved.manifest} is not what `shoal train` writes ({error!r})") from error
+        raise DataError(f"{saved.manifest} was not written by `shoal train` ({error!r})") from error
     _load_dense(dense, snapshot)
     snapshot.step = manifest.step
     snapshot.reader = reader
@@ -154,8 +154,8 @@ def load_checkpoint(saved: Saved, snapshot: Snapshot, tables: Sequence[HashTable
 
 
 def _ranks_for(ranks: Ranks, world: int) -> Sequence[int]:
-    """The ranks of the checkpoint whose metrics this rank continues: its own, or where there were more or fewer ranks
-    the first one those of all."""
+    """The ranks of the checkpoint whose metrics this rank continues: its own, or if the number of ranks has changed,
+    all of them on the first rank."""
     if world == ranks.world_size:
         return [ranks.rank]
     return range(world) if ranks.first else []
@@ -167,7 +167,7 @@ def read_dense(saved: Saved) -> dict[str, Tensor]:
 
 
 def check_identity(saved: Saved, wanted: dict[str, Any]) -> None:
-    """Refuses a checkpoint of a run with other data, table or model."""
+    """Raise ``ConfigError`` if a checkpoint was written with other data, tables or another model."""
     had = Manifest.of(saved).content.get("identity")
     if not isinstance(had, dict):
         raise DataError(f"checkpoint {saved.folder} was not written by `shoal train`")
@@ -175,16 +175,16 @@ def check_identity(saved: Saved, wanted: dict[str, Any]) -> None:
     name = next((name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)), None)
     if name is None:
         return
-    then, wants = (f"{one[name]!r}" if name in one else "not set" for one in (was, now))
-    if name.startswith(_FEATURES):  # of a feature that has settings of its own in one of both alone
-        feature = name.removeprefix(_FEATURES).rpartition(".")[0]
-        theirs, ours = (any(key.startswith(f"{_FEATURES}{feature}.") for key in one) for one in (was, now))
+    then = f"with {name} = {was[name]!r}" if name in was else f"without {name}"
+    wants = repr(now[name]) if name in now else "none"
+    if name.startswith(_FEATURES):
+        section = name.rpartition(".")[0]
+        theirs, ours = (any(key.startswith(f"{section}.") for key in one) for one in (was, now))
         if theirs != ours:
-            name = f"{_FEATURES}{feature}"
-            then, wants = ("settings of its own" if there else "not set" for there in (theirs, ours))
+            then, wants = f"{'with' if theirs else 'without'} settings in [{section}]", "some" if ours else "none"
     raise ConfigError(
-        f"checkpoint {saved.folder} was made with {name} = {then}, the configuration has {wants}; set it back, or "
-        "begin anew with --fresh (which moves the checkpoints aside) or in another folder"
+        f"checkpoint {saved.folder} was written {then}, the configuration has {wants}; change it back, or start over "
+        "with --fresh (which moves the checkpoints aside) or in another folder"
     )
 
 
@@ -224,7 +224,7 @@ def _describe(table: HashTable, file: str, parts: Sequence[Any]) -> dict[str, An
 
 
 def _filter_base(folder: str, file: str, tables: int, ranks: Ranks) -> str:
-    """Where the counts of a table's filter are; in a checkpoint of one table they have no name."""
+    """The path of the counts of a table's filter; without the table's name if the checkpoint has only one table."""
     return os.path.join(folder, f"filter-{file}-{ranks.rank:05d}" if tables > 1 else f"filter-{ranks.rank:05d}")
 
 
@@ -233,10 +233,11 @@ def _load_rows(saved: Saved, tables: list[dict[str, Any]], target: Target, ranks
     described = next((one for one in tables if one["name"] == table.name), None)
     if described is None:
         raise ConfigError(
-            f"checkpoint {saved.folder} has no rows of table {table.name!r}; were they on parameter servers?"
+            f"checkpoint {saved.folder} has no rows of table {table.name!r}; check whether they were on parameter "
+            "servers"
         )
     base = os.path.join(saved.folder, described["file"])
-    # Checkpoints that do not say so were written when more than four ranks left rank 0 without rows.
+    # Checkpoints without "empty_rank0" come from a version in which rank 0 of more than four ranks had no rows.
     way = described.get("way", "row")
     as_it_was = way == target.way and way.partition(":")[0] in ("row", "table")
     if same and as_it_was and not described.get("empty_rank0", ranks.world_size > 4):
@@ -247,7 +248,7 @@ def _load_rows(saved: Saved, tables: list[dict[str, Any]], target: Target, ranks
         counts = _filter_base(saved.folder, described["file"], len(tables), ranks)
 
         def restore_counts() -> None:
-            saved.verify({f"{os.path.basename(counts)}.manifest"} & saved.files.keys())  # which has those of the counts
+            saved.verify({f"{os.path.basename(counts)}.manifest"} & saved.files.keys())  # has the digests of the counts
             restore_hash_filter(table.hash_filter, counts, True)
 
         restore_files(table, [own], restore_counts)
@@ -271,7 +272,7 @@ def _dense_tensors(snapshot: Snapshot) -> dict[str, Tensor]:
 
 
 def load_model(saved: Saved, model: nn.Module) -> None:
-    """The weights of a checkpoint's model; raises DataError where the file is damaged."""
+    """Load the weights of a checkpoint into ``model``; raises DataError if the file is damaged."""
     _load_weights(_read_tensors(saved, _DENSE), model)
 
 

@@ -1,4 +1,4 @@
-"""The configuration of a training run: frozen sections, each value checked when it is given."""
+"""The configuration of a training run: frozen sections whose values are checked on construction."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from shoal.train.loop.table_config import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """``[data]``: the files, and what their columns are. With the format ``criteo`` the columns are known."""
+    """``[data]``: the files and their columns. The format ``criteo`` defines the columns itself."""
 
     train: tuple[str, ...]
-    """Paths, folders and glob patterns, relative to the configuration; and sources that never end, which are read after
-    the files: redis://HOST/STREAM, kafka://HOST/TOPIC, dir:FOLDER (one that grows), join:FILE.toml (a join of two) and
-    - (standard input)."""
+    """Paths, folders and glob patterns, relative to the configuration; and live sources, which are read after the
+    files: redis://HOST/STREAM, kafka://HOST/TOPIC, dir:FOLDER (a growing folder), join:FILE.toml (a join of two
+    streams) and - (standard input)."""
     eval: tuple[str, ...] = ()
-    """Files that are never learnt from, for evaluation and early stopping."""
+    """Files for evaluation and early stopping, never for training."""
     format: str = "criteo"
-    """criteo, csv, tsv, json, parquet, tfrecord, example or example_batch; of files and of messages."""
+    """The format of files and messages: criteo, csv, tsv, json, parquet, tfrecord, example or example_batch."""
     label: str = ""
     dense: tuple[str, ...] | None = None
     sparse: tuple[str, ...] | None = None
@@ -47,40 +47,39 @@ class DataConfig:
     positive_above: float | None = None
     log_dense: bool | None = None
     keep_negatives: float = 1.0
-    """The share of the negatives that the training data still has, as ``keep_negatives`` of `shoal join` made it.
-    Served scores and evaluations are corrected for it."""
+    """The share of negatives that was kept in the training data, as set by ``keep_negatives`` of `shoal join`. Served
+    scores and evaluations are corrected for it."""
     shuffle_rows: int = 65536
-    """Rows in memory that are shuffled; 0 keeps the order. Raise it when neighbours in the files are alike."""
+    """Rows held in memory and shuffled; 0 keeps the order. Raise it when neighbouring rows in the files are similar."""
     prefetch: int | None = None
-    """Batches that a thread reads ahead; 0 reads between steps, on all threads. By default 8, and 0 where there are no
-    more than two CPUs, until reading is seen to wait: there a thread that parses takes more from the step than it
-    saves."""
+    """Batches that a thread reads ahead; 0 reads between steps, on all threads. By default 8; with at most two CPUs 0,
+    until steps are seen to wait for reading, because a parsing thread would slow the step by more than it saves."""
     message_format: str | None = None
-    """The format of messages, and of files in growing directories, where other files have another; by default
-    ``format``, and json where that is parquet and one of the sources is not a directory."""
+    """The format of messages, and of files in growing directories, if it differs from ``format``; by default
+    ``format``, or json if that is parquet and one of the sources is not a directory."""
     max_wait_s: float = 1.0
-    """Of a source that never ends: how long a batch waits until it is full; inf for full batches alone. Lower it when
-    replicas learn too late, raise it when batches are too small."""
+    """For live sources: how long a partial batch waits for more records; inf for full batches only. Lower it when
+    replicas get updates too late, raise it when batches are too small."""
     idle_s: float | None = None
-    """Of sources that never end: the run ends when nothing came for so long; by default it waits for ever."""
+    """For live sources: the run ends when no record has arrived for this long; by default it waits forever."""
     dead_letters: str | None = None
     """A file for messages that cannot be read; by default dead-letters.jsonl in ``out.dir``."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the format: columns, delimiter, quote, separator, max_line_bytes, part_bytes; lists."""
+    """Options of the format: columns, delimiter, quote, separator, max_line_bytes, part_bytes, lists."""
     features: dict[str, Any] = field(default_factory=dict)
-    """Definitions of features and numbers by name (`shoal.data.Feature`, `shoal.data.Number`), in a file the sections
-    ``[features.NAME]``. Those that ``sparse`` and ``dense`` do not name come after the ones they do."""
+    """Definitions of features and numbers by name (`shoal.data.Feature`, `shoal.data.Number`); in a TOML file, the
+    sections ``[features.NAME]``. Those that ``sparse`` and ``dense`` do not name come after those that they name."""
 
     def __post_init__(self) -> None:
         at_least("data", self, shuffle_rows=0, prefetch=0, idle_s=0)
         if not self.max_wait_s >= 0:
             raise ConfigError(f"[data] max_wait_s must be at least 0, or inf, got {self.max_wait_s}")
         if not self.train:
-            raise ConfigError("[data] train must name the files to learn from, got none")
+            raise ConfigError("[data] train must name the files to train on, got none")
         for text in self.live:
             parse_address(text)
         if any(map(is_live, self.eval)):
-            raise ConfigError("[data] eval must be files, which end; got a source that never does")
+            raise ConfigError(f"[data] eval must be files, got a live source: {', '.join(filter(is_live, self.eval))}")
         form = self.make_format()
         if self.live:
             name, messages = self.make_message_format()
@@ -98,7 +97,7 @@ class DataConfig:
 
     @property
     def live(self) -> tuple[str, ...]:
-        """The sources of ``train`` that never end."""
+        """The live sources of ``train``."""
         return tuple(one for one in self.train if is_live(one))
 
     def schema(self) -> Schema:
@@ -118,13 +117,13 @@ class DataConfig:
         )  # fmt: skip
 
     def make_format(self) -> Any:
-        """The format of files; where there are none, of messages."""
+        """The format of files; without files, of messages."""
         files = self.history or self.eval
         return self._make_format("format", self.format) if files else self.make_message_format()[1]
 
     def make_message_format(self) -> tuple[str, Any]:
         """The name of the format of messages, and the format."""
-        files = all(parse_address(one).scheme == "dir" for one in self.live)  # a directory has files of any format
+        files = all(parse_address(one).scheme == "dir" for one in self.live)  # files in a directory can have any format
         name = self.message_format or ("json" if self.format == "parquet" and not files else self.format)
         return name, self._make_format("message_format", name)
 
@@ -137,7 +136,7 @@ class DataConfig:
         options, known = dict(self.options), FORMATS[name][1]
         if "threads" in known:
             options.setdefault("threads", not self.ahead())
-        if self.live:  # each of the two formats takes the options that it has
+        if self.live:  # each of the two formats gets only its own options
             both = known | FORMATS.get(self.message_format or "json", FORMATS["json"])[1] | FORMATS[self.format][1]
             options = {key: value for key, value in options.items() if key in known or key not in both}
         return make_format(name, self.schema(), **options)
@@ -147,16 +146,16 @@ class DataConfig:
         if self.prefetch is not None:
             return self.prefetch
         if self.live:
-            return 4  # a thread of its own waits for what comes
+            return 4  # a separate thread waits for records
         return 8 if _core.num_threads() > 2 else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """``[model]``: its name and the options of its class."""
+    """``[model]``: the name of the model and the options of its class."""
 
     name: str = "deepfm"
-    """deepfm, dlrm, dcn, two_tower, or package.module:Class of yours."""
+    """deepfm, dlrm, dcn, two_tower, or your own package.module:Class."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -166,51 +165,51 @@ class TrainConfig:
 
     epochs: int = 1
     batch_size: int = 4096
-    """Of each rank."""
+    """Samples per batch, on each rank."""
     lr: float = 0.001
-    """Of the dense part."""
+    """Learning rate of the dense part."""
     optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
-    """Of the dense part."""
+    """Optimizer of the dense part."""
     schedule: Literal["constant", "linear", "cosine", "step"] = "constant"
-    """How learning rates fall after the warm-up, those of the dense part and of rows alike: to ``lr_end`` of
-    themselves at ``schedule_steps``, or by ``decay`` every ``decay_every`` steps."""
+    """How learning rates, of the dense part and of rows, fall after the warm-up: to ``lr_end`` times their initial
+    value at ``schedule_steps``, or by the factor ``decay`` every ``decay_every`` steps."""
     warmup_steps: int = 0
-    """Steps in which rates rise from near 0. Raise it when the loss jumps at the beginning."""
+    """Steps during which rates rise from near 0. Raise it when the loss jumps at the beginning."""
     schedule_steps: int | None = None
-    """Of ``linear`` and ``cosine``; by default ``max_steps``."""
+    """The last step of ``linear`` and ``cosine``; by default ``max_steps``."""
     lr_end: float = 0.0
-    """The least share of its learning rate that a schedule goes down to."""
+    """The smallest factor that a schedule reaches."""
     decay_every: int | None = None
     decay: float = 0.1
-    """Of ``step``."""
+    """For the schedule ``step``: the factor by which rates fall every ``decay_every`` steps."""
     accumulate: int = 1
-    """Batches whose gradients make one step: N batches of B samples are learnt from as one of N * B, in the memory of
-    one batch."""
+    """Batches whose gradients are accumulated for one step: N batches of B samples act as one of N * B, in the memory
+    of one batch."""
     amp: Literal["off", "bf16"] = "off"
     """``bf16``: the dense part computes in bfloat16 where that is safe (torch.autocast); weights and rows do not."""
     max_steps: int | None = None
     seed: int = 0
     device: str = "cpu"
-    """Where the dense part computes; ``[table] device`` says where rows are."""
+    """Device of the dense part; that of the rows is ``[table] device``."""
     threads: int | None = None
-    """Of torch and of the tables; by default all CPUs."""
+    """Threads for torch and for the tables; by default all CPUs."""
     strict: bool = False
-    """A bad row ends the run."""
+    """Whether a bad row ends the run."""
     hooks: tuple[str, ...] = ()
-    """``package.module:Hook`` …, called around every step: classes (of `shoal.train.SessionRunHook`), or functions that
-    take the `Trainer` and return one; ``mlflow`` and ``wandb`` write settings and metrics there."""
+    """``package.module:Hook`` …, called around every step: subclasses of `shoal.train.SessionRunHook`, or functions
+    that take the `Trainer` and return one; ``mlflow`` and ``wandb`` record settings and metrics there."""
     ps: tuple[str, ...] = ()
-    """Addresses of parameter servers that hold the rows, all of them in the order of their shards."""
+    """Addresses of the parameter servers that hold the rows, in the order of their shards."""
     ps_deadline_s: float = 600.0
-    """How long a parameter server may be away."""
+    """How long a parameter server can be unreachable."""
     pipeline: bool = True
-    """While a step computes, the next batches are read (``data.prefetch``), and their ids exchanged with other ranks or
-    dealt out to servers. Results are the same bits. Turn it off to see where time goes."""
+    """Read the next batches (``data.prefetch``) and exchange their ids with other ranks or servers while a step
+    computes. Results are bit-identical. Turn it off to see where time goes."""
     staleness: int = 0
-    """Steps by which rows are read early, so that reads and updates are made beside the dense part; 0: none. Set it to
-    1 when steps wait for parameter servers or other ranks, and compare evaluations: rows then miss one update."""
+    """Number of steps by which rows are read early, so that reads and updates overlap the dense part. Set it to 1 when
+    steps wait for parameter servers or other ranks, and compare evaluations: rows then miss one update."""
     ps_restore: bool = True
-    """Going on from a checkpoint brings the rows on the servers back to it. Turn it off where other runs share them."""
+    """Whether resuming from a checkpoint restores the rows on the servers. Turn it off if other runs share them."""
 
     def __post_init__(self) -> None:
         at_least(
@@ -221,15 +220,15 @@ class TrainConfig:
             raise ConfigError(f"[train] staleness = {self.staleness} needs pipeline = true")
         if self.lr_end > 1:
             raise ConfigError(
-                f"[train] lr_end is a share of the learning rate and must be at most 1, got {self.lr_end}"
+                f"[train] lr_end must be at most 1, because it is a share of the learning rate, got {self.lr_end}"
             )
         if self.schedule == "step" and self.decay_every is None:
             raise ConfigError(
-                '[train] schedule = "step" needs decay_every, the steps between two cuts of the learning rates'
+                '[train] schedule = "step" needs decay_every, the number of steps after which learning rates fall'
             )
         if self.schedule in ("linear", "cosine") and self.schedule_steps is None and self.max_steps is None:
             raise ConfigError(
-                f'[train] schedule = "{self.schedule}" needs schedule_steps (or max_steps), where it ends'
+                f'[train] schedule = "{self.schedule}" needs schedule_steps (or max_steps), the step where it ends'
             )
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise ConfigError(f"[train] seed must be a 64-bit integer, got {self.seed}")
@@ -241,31 +240,31 @@ class TrainConfig:
 
     @property
     def defers(self) -> bool:
-        """Whether rows are updated with the dense part at the end of a step, not in backward."""
+        """Whether rows are updated together with the dense part at the end of a step, instead of in backward."""
         return self.accumulate > 1 or self.scheduled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    """``[eval]``: when to evaluate, and when to give up."""
+    """``[eval]``: when to evaluate, and when to stop early."""
 
     every_steps: int = 0
-    """0: at the end of each epoch."""
+    """Steps between evaluations; 0 evaluates at the end of each epoch."""
     every_s: float = 0.0
-    """Seconds between evaluations of a run that never ends; 0 for none by time."""
+    """Seconds between evaluations of a run on live sources; 0 disables them."""
     metric: Literal["auc", "logloss", "pr_auc", "gauc", "ndcg"] = "auc"
-    """By which evaluations are compared. ``gauc`` and ``ndcg`` need a ``group``."""
+    """The metric by which evaluations are compared. ``gauc`` and ``ndcg`` need a ``group``."""
     group: str | None = None
-    """A feature, such as the user, by whose first id GAUC (the AUC within groups, averaged by samples) and NDCG are."""
+    """The feature, such as the user, whose first id groups samples for GAUC (AUC per group, averaged) and NDCG."""
     ndcg_at: int = 10
-    """Places that NDCG counts."""
+    """The number of ranked positions that NDCG counts."""
     patience: int = 0
-    """Stop after so many evaluations without a new best, and end with the best model, which a checkpoint in ``out.dir``
-    keeps; 0 never stops."""
+    """Stop after this many evaluations without a new best, and end with the best model, which is kept in a checkpoint
+    in ``out.dir``; 0 never stops."""
     max_batches: int | None = None
     keep_negatives: float | None = None
-    """The share of the negatives that the evaluation data still has; by default as in ``[data]``. Set it to 1 where
-    that data has all of them: logloss and calibration are then those of served scores."""
+    """The share of negatives that was kept in the evaluation data; by default as in ``[data]``. Set it to 1 if that
+    data has all negatives, so that logloss and calibration are those of served scores."""
 
     def __post_init__(self) -> None:
         at_least("eval", self, every_steps=0, every_s=0, patience=0, max_batches=1, ndcg_at=1)
@@ -276,44 +275,44 @@ class EvalConfig:
 
     @property
     def sign(self) -> int:
-        """What a value is multiplied with, so that the more is the better."""
+        """The factor that makes higher values of the metric better: 1 or -1."""
         return -1 if self.metric == "logloss" else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutConfig:
-    """``[out]``: checkpoints and what is reported."""
+    """``[out]``: checkpoints and reports."""
 
     dir: str | None = None
     """Folder for checkpoints; without it nothing is kept."""
     every_steps: int = 0
-    """Steps between checkpoints; 0 for none but by time and at the end."""
+    """Steps between checkpoints; 0 disables these. A run always ends with a checkpoint."""
     every_s: float = 600.0
-    """Seconds between checkpoints; 0 for none but by steps and at the end. With several ranks steps decide."""
+    """Seconds between checkpoints, by the first rank's clock; 0 disables these."""
     keep: int = 2
-    """Checkpoints that stay, besides the best one where there is a ``patience`` or ``keep_best``."""
+    """Checkpoints to keep, in addition to the best one if ``patience`` or ``keep_best`` is set."""
     keep_best: bool = False
-    """The checkpoint of the best evaluation stays, until there is a better one."""
+    """Keep the checkpoint of the best evaluation until there is a better one."""
     log_steps: int = 100
     """Steps between two reports."""
     log_s: float = 10.0
-    """Seconds after which a run on sources that never end reports even without as many steps."""
+    """Seconds after which a run on live sources reports even if ``log_steps`` was not reached."""
     auc_window: int = 100_000
-    """Samples of the exact AUC."""
+    """The number of latest samples for the exact AUC."""
     tensorboard: str | None = None
     """Folder for TensorBoard's summaries."""
     metrics: str | None = None
     """``host:port`` at which the first rank serves its status page and /metrics, for Prometheus and `shoal top`; port 0
-    for a free one. ``off``: none, as by default in Python; `shoal train` has one on a free port of 127.0.0.1."""
+    picks a free one. ``off`` disables it. Default: off in Python, a free port of 127.0.0.1 for `shoal train`."""
     metrics_tls_cert: str | None = None
-    """Certificate chain (PEM) of the status page; off loopback it must have TLS, and tokens or a client CA."""
+    """Certificate chain (PEM) of the status page. Off loopback the page must have TLS, and tokens or a client CA."""
     metrics_tls_key: str | None = None
     metrics_tls_client_ca: str | None = None
-    """Callers must show a certificate that this CA signed."""
+    """Callers must present a certificate signed by this CA."""
     metrics_tokens: str | None = None
     """File of lines ``identity token``; callers must send one of the tokens."""
     metrics_insecure: bool = False
-    """Serve it off loopback without TLS and tokens all the same."""
+    """Serve the status page off loopback even without TLS and tokens."""
 
     def __post_init__(self) -> None:
         at_least("out", self, every_steps=0, every_s=0, keep=1, log_steps=1, log_s=0, auc_window=1)
@@ -330,11 +329,11 @@ class OutConfig:
 
     @property
     def page(self) -> str | None:
-        """Where the status page is served; None for nowhere."""
+        """The address of the status page; None if it is off."""
         return None if self.metrics in (None, "off") else self.metrics
 
     def security(self) -> ServerSecurity:
-        """What callers of the status page must show."""
+        """The certificates and tokens of the status page."""
         names = (self.metrics_tls_cert, self.metrics_tls_key, self.metrics_tls_client_ca)
         certificate, key, ca = (Path(each) if each is not None else None for each in names)
         tokens = token_file(Path(self.metrics_tokens)) if self.metrics_tokens is not None else {}
@@ -345,7 +344,7 @@ class OutConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A whole run."""
+    """The configuration of a run."""
 
     data: DataConfig
     table: TableConfig = field(default_factory=TableConfig)
@@ -364,7 +363,7 @@ class Config:
             raise ConfigError("[out] keep_best needs [data] eval to find the best step, and [out] dir to keep it in")
         if self.serve.guard.active and self.serve.guard.window > self.out.auc_window:
             raise ConfigError(
-                f"[serve.guard] window must be at most [out] auc_window = {self.out.auc_window}, the samples that are "
+                f"[serve.guard] window must be at most [out] auc_window = {self.out.auc_window}, the number of samples "
                 f"kept, got {self.serve.guard.window}"
             )
         sparse = self.data.schema().sparse
@@ -374,7 +373,7 @@ class Config:
                 f"features are {', '.join(sparse)}"
             )
         if self.train.ps and any(one.config.shard != "row" for one in self.tables()):
-            raise ConfigError("[table] shard is for tables over ranks; with [train] ps the servers have the rows")
+            raise ConfigError('[table] shard must be "row" with [train] ps, because the servers have the rows')
         if self.table.device == "cuda" and self.train.ps:
             raise ConfigError(
                 '[table] device is "cuda", but with [train] ps the rows are on the servers; leave one of them out'
@@ -392,7 +391,7 @@ class Config:
         return plan_tables(self.table, self.data.schema().sparse)
 
     def eval_log_odds(self) -> float:
-        """What a learnt logit needs added to be that of the evaluation data, which may have more of the negatives."""
+        """The term to add to the model's logits for evaluation data with another share of negatives."""
         kept = self.eval.keep_negatives
         return 0.0 if kept is None else math.log(self.data.keep_negatives / kept)
 
@@ -401,7 +400,7 @@ class Config:
         return any(one.config.expire_after is not None for one in self.tables())
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same where a checkpoint goes on: everything that its tensors and its position depend on."""
+        """The settings that must match to resume a checkpoint: all that its tensors and its position depend on."""
         schema = self.data.schema().to_json()
         table = self.table.identity()
         if self.table.features:
@@ -416,7 +415,7 @@ class Config:
 
 
 def _of_feature(table: TableConfig, feature: str, name: str) -> dict[str, Any]:
-    """What a checkpoint depends on for a feature with settings of its own."""
+    """The settings of a feature in ``[table.features]`` that a checkpoint depends on."""
     lent = owner(table, feature)
     settings = (table if lent is None else table.of_feature(lent)).identity()
     own = table.of_feature(feature)

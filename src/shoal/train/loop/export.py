@@ -1,4 +1,4 @@
-"""Exports of a run's model, from wherever its rows are, for `shoal serve`."""
+"""Write exports of a model for `shoal serve`, with rows from this process, other ranks or servers."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from shoal.table.table import HashTable
 
 Page = tuple[Tensor, Tensor]
 """Ids ``[n]`` and their weights ``[n, D]``."""
-_PER_FILE = 1 << 26  # bytes of weights that come in pages and become one file
+_PER_FILE = 1 << 26  # bytes of weights per file, if they come in pages
 
 
 class ExportedRows:
-    """The rows of one table on their way into an export: a table of this rank, or pages of ids and weights.
+    """The rows of one table to export: a table on this rank, or pages of ids and weights.
 
     Args:
-        table: the rows of this rank; of ``pages`` it says name and width alone.
-        pages: rows that are elsewhere; those of ``table`` otherwise.
+        table: the rows of this rank; with ``pages``, only its name and width are used.
+        pages: yields rows that are elsewhere.
     """
 
     def __init__(self, table: HashTable, pages: Callable[[], Iterator[Page]] | None = None) -> None:
@@ -50,16 +50,16 @@ class ExportedRows:
         self.name, self.dim = table.name, table.dim_size
 
     def write(self, folder: str, base: str, ranks: Ranks, each: int) -> dict[str, Any]:
-        """Writes this rank's files; their digests and rows."""
+        """Write this rank's files; return their digests and the number of rows."""
         if self.pages is not None:
-            return self._write_pages(os.path.join(folder, base), self.pages()) if ranks.first else _nothing()
+            return self._write_pages(os.path.join(folder, base), self.pages()) if ranks.first else _no_files()
         names = [f"{base}-{ranks.rank * each + i:05d}-of-{each * ranks.world_size:05d}" for i in range(each)]
         return _save(self.table, [os.path.join(folder, name) for name in names])
 
     def _write_pages(self, base: str, pages: Iterator[Page]) -> dict[str, Any]:
-        """Files of a few pages each; how many there are is known at the end."""
+        """Write files of a few pages each, and name them at the end, when their number is known."""
         parts: list[str] = []
-        done = _nothing()
+        done = _no_files()
         room = _PER_FILE // (4 * self.dim)
         waiting: list[Page] = []
 
@@ -88,12 +88,12 @@ class ExportedRows:
         return {"files": files, "rows": done["rows"]}
 
 
-def _nothing() -> dict[str, Any]:
+def _no_files() -> dict[str, Any]:
     return {"files": {}, "rows": 0}
 
 
 def _save(table: HashTable, paths: Sequence[str]) -> dict[str, Any]:
-    """Weights alone, also of rows that expire at the next checkpoint."""
+    """Write only weights, including those of rows that will expire at the next checkpoint."""
     drafts = [temporary_path(path) for path in paths]
     written = _core.save([table.source(stale=True)], drafts, list(paths), False, 0, None, False)
     return {
@@ -116,14 +116,15 @@ def write_export(
     keep: int | None = None,
     compiled: bool = False,
 ) -> str:
-    """Writes one version into the folder ``base``; its path. All ranks together.
+    """Write a version into the folder ``base``; return its path. All ranks must call it together.
 
-    It has its name when it is whole. ``stamps`` is asked before the rows are read. Of the versions in the folder the
-    newest ``keep`` stay. ``compiled``: AOTInductor compiles the net, too, where there is a compiler.
+    The version gets its name once it is complete. ``stamps`` is called before the rows are read. Only the newest
+    ``keep`` versions in the folder are kept. With ``compiled``, the net is also compiled with AOTInductor if there is a
+    compiler.
 
     Raises:
-        OSError: a rank could not write; every rank raises, and nothing is left of the new version.
-        ConfigError: the net cannot be exported; the message says why.
+        OSError: a rank could not write; every rank raises, and the new version is removed.
+        ConfigError: the net cannot be exported; the message gives the reason.
     """
     target = ranks.from_first(os.path.join(base, str(free_second(Path(base)))) if ranks.first else None)
     draft = Draft(target, ranks.from_first(os.urandom(8).hex() if ranks.first else None))
@@ -176,7 +177,7 @@ def write_export(
 def _manifest(
     directory: Path, version: int, model_name: str, net: nn.Module, features: ServedFeatures, step: int, compiled: bool
 ) -> Manifest:
-    """The net's file, the vocabularies', and what is said of them."""
+    """Write the files of the net and the vocabularies; return the manifest that describes them."""
     names = _forward_names(net)
     schema = features.schema
     equal = len({one.dim for one in features.pooling.values()}) <= 1
@@ -199,7 +200,7 @@ def _manifest(
 
 
 def _forward_names(net: nn.Module) -> tuple[str, str]:
-    """What the net calls its numbers and its rows."""
+    """The names of the net's inputs: its numbers and its rows."""
     named = [
         one.name for one in inspect.signature(net.forward).parameters.values()
         if one.kind in (one.POSITIONAL_OR_KEYWORD,)
@@ -225,7 +226,7 @@ def _spec(one: ExportedRows, base: str, rows: int, codec: str) -> TableSpec:
 
 
 def compressor(codec: str) -> FloatCompressorConfig:
-    """How rows are stored, from ``[serve] codec``."""
+    """The compressor of rows that ``[serve] codec`` names."""
     kind, _, number = codec.partition(":")
     made = FloatCompressorConfig()
     if kind == "half":
@@ -240,12 +241,12 @@ def compressor(codec: str) -> FloatCompressorConfig:
 
 
 def prune_exports(base: str, keep: int) -> list[str]:
-    """Removes all versions but the newest ``keep``; what it removed."""
+    """Remove all versions but the newest ``keep``; return the removed ones."""
     return Series(base, "", 1).prune(keep)
 
 
 def remove_drafts(base: str) -> None:
-    """What a process that was killed left half written."""
+    """Remove incomplete versions left by a killed process."""
     if os.path.isdir(base):
         with os.scandir(base) as entries:
             for entry in entries:

@@ -1,4 +1,4 @@
-"""An export of a checkpoint, without the run that wrote it."""
+"""Export a checkpoint without the run that wrote it."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ def export_checkpoint(
     ps_dirs: Sequence[str] = (),
     compiled: bool = False,
 ) -> str:
-    """Writes a version for `shoal serve` from a checkpoint of `shoal train`; its path.
+    """Write a version for `shoal serve` from a checkpoint of `shoal train`; return its path.
 
     Args:
-        checkpoint: a folder ``ckpt-…``, or the folder of a run, whose newest whole checkpoint it is then.
+        checkpoint: a folder ``ckpt-…``, or the folder of a run, whose newest complete checkpoint is used.
         out: the folder of the versions.
         model: the name that servers and clients use, by default that of ``out``.
-        ps_dirs: of a run with parameter servers the folders (``shoal ps --dir``) where these keep its rows.
-        compiled: AOTInductor compiles the net, too, where there is a compiler.
+        codec: how replicas store rows, as in ``[serve] codec``.
+        ps_dirs: for a run with parameter servers, the folders (``shoal ps --dir``) where these keep its rows.
+        compiled: also compile the net with AOTInductor if there is a compiler.
 
     Raises:
-        ConfigError: there is no such checkpoint, or it has not what an export needs.
+        ConfigError: there is no such checkpoint, or it does not have everything that an export needs.
         DataError: the checkpoint is damaged; nothing is written.
     """
     saved = _find(os.fspath(checkpoint))
@@ -56,8 +57,8 @@ def export_checkpoint(
         raise ConfigError(f"{saved.folder} was not written by `shoal train`")
     if "served" not in content:
         raise ConfigError(
-            f"{saved.folder} was written by an earlier version, without what an export needs; resume from it with "
-            "`shoal train` and [serve] dir"
+            f"{saved.folder} was written by an earlier version and does not describe its features; resume from it with "
+            "`shoal train` and [serve] dir to export it"
         )
     features = ServedFeatures.read(content["served"], Path(saved.folder))
     progress = content["progress"]
@@ -87,30 +88,30 @@ def _find(path: str) -> Saved:
     if os.path.isfile(os.path.join(path, MANIFEST)):
         return read_folder(path)
     if not os.path.isdir(path):
-        raise ConfigError(f"there is no checkpoint {path!r}; name a folder ckpt-… or the folder of a run")
+        raise ConfigError(f"there is no checkpoint {path!r}; pass a folder ckpt-… or the folder of a run")
     whole = checkpoints_of(path).whole()
     if not whole:
-        raise ConfigError(f"{path!r} holds no whole checkpoint; name a folder ckpt-… or the folder of a run")
+        raise ConfigError(f"{path!r} has no complete checkpoint; pass a folder ckpt-… or the folder of a run")
     found = whole[-1].saved
     assert found is not None
     return found
 
 
 def _kept(saved: Saved, servers: dict[str, Any] | None, folders: Sequence[str]) -> list[Checkpoint]:
-    """Where parameter servers keep the rows of a checkpoint, by shard; nothing where the checkpoint has them."""
+    """The parameter servers' checkpoints with the rows of ``saved``, by shard; empty if ``saved`` has the rows."""
     if servers is None:
         if folders:
-            raise ConfigError(f"{saved.folder} has its rows itself; leave out --ps-dir")
+            raise ConfigError(f"{saved.folder} contains its rows; leave out --ps-dir")
         return []
     if servers.get("kept") is None:
         raise ConfigError(
-            f"{saved.folder} has no rows: they were on parameter servers without --dir, which kept none; export from "
-            "the run with [serve] dir"
+            f"{saved.folder} has no rows, because they were on parameter servers without --dir; export from the run "
+            "instead, with [serve] dir"
         )
     if not folders:
         raise ConfigError(
-            f"{saved.folder} has no rows, parameter servers keep them ({', '.join(servers['addresses'])}); name the "
-            "folders that they were started with: --ps-dir DIR"
+            f"{saved.folder} has no rows, because parameter servers keep them ({', '.join(servers['addresses'])}); "
+            "pass the folders that these were started with: --ps-dir DIR"
         )
     return kept_checkpoints(folders, servers["kept"])
 
@@ -138,11 +139,11 @@ def _net(saved: Saved, model: dict[str, Any], features: ServedFeatures) -> nn.Mo
 
 
 def _rows(saved: Saved, described: dict[str, Any]) -> HashTable:
-    """The weights of a table; what their optimizer kept is not read."""
+    """The weights of a table, without optimizer state."""
     try:
         table = HashTable(int(described["dim"]), optimizer=Sgd(), initializer="zeros", name=described["name"])
         base = os.path.join(saved.folder, described["file"])
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{saved.manifest} is not what `shoal train` writes ({error!r})") from error
+        raise DataError(f"{saved.manifest} was not written by `shoal train` ({error!r})") from error
     restore_table(table, base, False, saved=saved)
     return table

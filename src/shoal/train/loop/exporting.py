@@ -1,4 +1,4 @@
-"""`Exports`: when a run exports its model, and with which tables."""
+"""`Exports`: decide when a run exports its model, and write the exports."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from shoal.train.loop.tables import served_features
 
 
 class Exports:
-    """The exports of a run. All ranks call its methods together, except `wants`."""
+    """The exports of a run. All ranks must call its methods together, except `wants` and `has`."""
 
     def __init__(self, config: Config, ranks: Ranks, learner: Learner) -> None:
         self.config, self.ranks, self.learner = config, ranks, learner
         self.newest: str | None = None
-        """What this run exported last into ``[serve] dir``."""
+        """The path of this run's last export into ``[serve] dir``."""
         self._step = -1
         self._at = time.monotonic()
         self.first_due = False
-        """On the first rank: whether there is no version yet, and ``at_start`` asks for one."""
+        """On the first rank: whether ``at_start`` asks for an export because there is no version yet."""
         folder = config.serve.dir
         if folder is None:
             return
@@ -43,12 +43,12 @@ class Exports:
             self.first_due = config.serve.at_start and newest_version(Path(folder)) is None
 
     def wants(self) -> bool:
-        """Whether this rank asks for an export now, by time."""
+        """Whether a periodic export is due; True only on the first rank."""
         serve = self.config.serve
         return bool(serve.every_s) and not serve.when_better and self.ranks.first and self._old_enough()
 
     def wants_better(self) -> bool:
-        """Whether an evaluation that is the best so far is exported; the first rank decides."""
+        """Whether to export after the best evaluation so far; the first rank decides."""
         serve = self.config.serve
         if serve.dir is None or not serve.when_better:
             return False
@@ -58,18 +58,18 @@ class Exports:
         return time.monotonic() - self._at >= self.config.serve.every_s
 
     def has(self, step: int) -> bool:
-        """Whether the newest export has that step."""
+        """Whether this run's last export is of ``step``."""
         return self._step == step
 
     def write(self, at: Progress, folder: str | None = None, model: str | None = None) -> str:
-        """Exports the current model into a folder, by default ``[serve] dir``. Returns the version's path."""
+        """Export the current model into a folder, by default ``[serve] dir``; return the version's path."""
         serve, rows = self.config.serve, self.learner.rows
         own = folder is None
         folder = serve.dir if own else folder
         if folder is None:
-            raise ConfigError("export needs a folder; give it one, or set [serve] dir")
+            raise ConfigError("export: folder must be given when [serve] dir is not set")
         self.first_due = self.first_due and not own
-        self._at = time.monotonic() if own else self._at  # one that fails is tried again when the next one is due
+        self._at = time.monotonic() if own else self._at  # a failed export is retried when the next one is due
         path = write_export(
             folder,
             model_name=model or (serve.name if own else None) or os.path.basename(os.path.abspath(folder)),
@@ -89,7 +89,7 @@ class Exports:
 
 
 def exported_rows(config: Config, rows: Any) -> list[ExportedRows]:
-    """The tables of a run, wherever their rows are."""
+    """The tables of a run, with rows in this process or on servers."""
     if rows.client is None:
         return [ExportedRows(table) for table in rows.saved()]
 
@@ -106,7 +106,7 @@ def exported_rows(config: Config, rows: Any) -> list[ExportedRows]:
 
 
 def stamps_of(rows: Any, ranks: Ranks, stamp: Stamp) -> dict[str, Stamp]:
-    """What rows and weights contain, by source: this trainer, its ranks, or the servers that learn the rows."""
+    """The stamps of rows and weights by source: this trainer, its ranks, or the servers that have the rows."""
     if rows.client is not None:
         rows.client.flush()
         return {"trainer": stamp, **rows.client.stamps()}

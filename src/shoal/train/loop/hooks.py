@@ -1,4 +1,4 @@
-"""Hooks of a run: found by name, checked, and called around steps and checkpoints."""
+"""Find a run's hooks by name, check them, and call them around steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ _REPORTS = ("on_progress", "on_evaluated")
 
 
 class SaveTimer:
-    """Decides, for hooks, when checkpoints are written: `enable`, `disable`, and `reset` for one after this step."""
+    """Lets hooks decide when checkpoints are written.
+
+    `enable` and `disable` apply to periodic ones; `reset` requests one after this step.
+    """
 
     def __init__(self) -> None:
         self.enabled = True
-        """Whether checkpoints are written by steps and time; the last one of a run always is."""
+        """Whether periodic checkpoints are written; the last checkpoint of a run always is."""
         self.asked = False
-        """Whether a checkpoint is wanted after this step."""
+        """Whether a hook requested a checkpoint after this step."""
 
     def enable(self) -> None:
         self.enabled = True
@@ -38,9 +41,9 @@ class SaveTimer:
 
 
 class TrainContext(RunContext):
-    """What hooks see of a run: ``model``, ``global_step``, ``tables`` by name, ``req_time`` and ``request_stop()``.
+    """The context that hooks get: ``model``, ``global_step``, ``tables`` by name, ``req_time``, ``request_stop()``.
 
-    ``tables`` are this process's rows, or those on the servers. ``req_time`` is the newest time of the last batch.
+    ``tables`` are in this process or on servers. ``req_time`` is the newest time in the last batch.
     """
 
     def __init__(self, model: nn.Module, tables: Mapping[str, Any]) -> None:
@@ -50,7 +53,7 @@ class TrainContext(RunContext):
 
 
 class Hooks:
-    """Calls hooks in their order; at the end, too. Without hooks every call does nothing."""
+    """Calls all hooks in order, without reversing it at the end."""
 
     def __init__(self, hooks: Iterable[Any], context: TrainContext) -> None:
         self._hooks = [_checked(hook) for hook in hooks]
@@ -60,12 +63,12 @@ class Hooks:
         return bool(self._hooks)
 
     def begin(self) -> None:
-        """Before anything is restored."""
+        """Called before anything is restored."""
         for hook in self._hooks:
             hook.begin()
 
     def after_create_session(self, step: int) -> None:
-        """When everything is restored, before the first step."""
+        """Called when everything is restored, before the first step."""
         self.context.global_step = step
         for hook in self._hooks:
             hook.after_create_session(self.context)
@@ -88,11 +91,11 @@ class Hooks:
             hook.after_save(self.context, step)
 
     def on_progress(self, step: int, values: Mapping[str, Any]) -> None:
-        """The numbers of a report, to hooks that have ``on_progress(ctx, values)``."""
+        """Pass the numbers of a report to hooks that have ``on_progress(ctx, values)``."""
         self._report("on_progress", step, values)
 
     def on_evaluated(self, step: int, values: Mapping[str, Any]) -> None:
-        """The numbers of an evaluation, to hooks that have ``on_evaluated(ctx, values)``."""
+        """Pass the numbers of an evaluation to hooks that have ``on_evaluated(ctx, values)``."""
         self._report("on_evaluated", step, values)
 
     def _report(self, name: str, step: int, values: Mapping[str, Any]) -> None:
@@ -108,8 +111,11 @@ class Hooks:
 
 
 class _Fitted(SessionRunHook):
-    """An object with some of a hook's methods, or a listener of checkpoints: a method that takes fewer arguments gets
-    fewer (`before_save` of a listener of tables the step alone), and ``before_restore`` is called at the beginning."""
+    """Adapts an object with some of a hook's methods, or a checkpoint listener, to `SessionRunHook`.
+
+    A method that takes fewer arguments gets fewer (a table listener's `before_save` only the step), and
+    ``before_restore`` is called as ``begin``.
+    """
 
     def __init__(self, hook: Any) -> None:
         for name in ("before_restore", *_METHODS, *_SAVES, *_REPORTS):
@@ -125,7 +131,7 @@ def _fitted(method: Callable[..., Any], last: bool) -> Callable[..., Any]:
     takes = sum(kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
 
     def call(*given: Any) -> None:
-        if method.__name__ == "end":  # a listener's takes the step, too
+        if method.__name__ == "end":  # a listener's `end` also takes the step
             given = (*given, given[0].global_step)
         method(*(given[len(given) - takes :] if last else given[:takes]))
 
@@ -136,19 +142,19 @@ def _checked(hook: Any) -> SessionRunHook:
     if isinstance(hook, SessionRunHook):
         return hook
     if isinstance(hook, type):
-        raise ConfigError(f"hooks: {hook.__name__} is a class; give an object of it, {hook.__name__}()")
-    there = {name for name in ("before_restore", *_METHODS, *_SAVES) if callable(getattr(hook, name, None))}
-    if there >= set(_METHODS) or there & {"before_restore", *_SAVES}:
+        raise ConfigError(f"hooks: hooks must be objects, got the class {hook.__name__}; pass {hook.__name__}()")
+    present = {name for name in ("before_restore", *_METHODS, *_SAVES) if callable(getattr(hook, name, None))}
+    if present >= set(_METHODS) or present & {"before_restore", *_SAVES}:
         return _Fitted(hook)
-    missing = ", ".join(name for name in _METHODS if name not in there)
-    raise ConfigError(f"hooks: {hook!r} is not a hook: it has no {missing}; derive it from shoal.train.SessionRunHook")
+    missing = ", ".join(name for name in _METHODS if name not in present)
+    raise ConfigError(f"hooks: {hook!r} is not a hook, it has no {missing}; derive it from shoal.train.SessionRunHook")
 
 
 def make_hooks(given: Iterable[Any], run: Any) -> list[Any]:
     """The hooks of a run: objects, functions that take the `Trainer` and return one, and names of functions or classes.
 
     Raises:
-        ConfigError: a name leads nowhere, or to a class that needs arguments.
+        ConfigError: a name does not exist, or is a class that needs arguments.
     """
     return [_made(one, run) for one in given]
 
@@ -164,8 +170,8 @@ def _made(given: Any, run: Any) -> Any:
             return found()
         except TypeError as error:
             raise ConfigError(
-                f"[train] hooks: {given!r} cannot be made without arguments ({error}); name a function that takes the "
-                "Trainer and returns the hook"
+                f"[train] hooks: {given!r} must not need arguments ({error}); name a function that takes the Trainer "
+                "and returns the hook"
             ) from None
     makes = callable(found) and not isinstance(found, type | SessionRunHook)
     return found(run) if makes else found

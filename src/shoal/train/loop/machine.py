@@ -1,4 +1,4 @@
-"""What a run asks of the machine that it is on: memory, threads, the device."""
+"""The resources of a run's machine: memory, threads, the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.train.loop.config import Config
 
 
 def resident_bytes() -> int:
-    """Memory of this process."""
+    """Memory of this process in bytes; 0 if unknown."""
     try:
         with open("/proc/self/statm") as file:
             import resource
@@ -23,7 +23,7 @@ def resident_bytes() -> int:
 
 
 def fair_threads() -> int | None:
-    """Of each of several ranks on this machine, so that they do not fight over CPUs; None leaves it to torch."""
+    """Threads per rank when several ranks share this machine's CPUs; None keeps torch's default."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks < 2 or "OMP_NUM_THREADS" in os.environ:
         return None
@@ -31,7 +31,7 @@ def fair_threads() -> int | None:
 
 
 def find_table_device(config: Config, dense: torch.device) -> str:
-    """Where the rows of this process are: the GPU of the dense part if it has one, else this rank's."""
+    """The device of this process's rows: the CPU, the GPU of the dense part if it has one, else this rank's GPU."""
     if config.table.device == "cpu":
         return "cpu"
     if not torch.cuda.is_available():

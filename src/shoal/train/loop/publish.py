@@ -1,4 +1,4 @@
-"""``[serve] push_every_s``: what a run learns, sent to the replicas between two steps."""
+"""``[serve] push_every_s``: push fresh rows and weights to the replicas between steps."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ if TYPE_CHECKING:
     from shoal.serving.sync.publish import Publication
     from shoal.train.loop.saving import Progress
 
-LAST_S = 60.0  # for replicas to get what was learnt last
-AGAIN_S = 0.05  # after a round that came while the last one was still being sent
+LAST_S = 60.0  # how long to wait at the end until replicas have the last changes
+AGAIN_S = 0.05  # how long to wait before trying again when the previous round is still being sent
 
 
 def source_name(rank: int, world: int) -> str:
-    """The name of a rank as a source of rows, in exports and pushes. Rank 0 is the source of the weights, too."""
+    """The name of a rank as a source of rows, in exports and pushes. Rank 0 is also the source of the weights."""
     return "trainer" if world == 1 else f"trainer_{rank}"
 
 
 def model_name(config: Config) -> str:
-    """The name that replicas serve the model by."""
+    """The name under which replicas serve the model."""
     name = config.serve.name
     if name is None:
         raise ConfigError(
-            '[serve] push_every_s needs the name that the replicas serve the model by; set model = "NAME"'
+            '[serve] model must be set with push_every_s, to the name under which replicas serve it: model = "NAME"'
         )
     return name
 
 
 class Publishing:
-    """The pushes of a run, on each rank: its own rows, and on the first the weights. All ranks call it together.
+    """The pushes of a run: each rank sends its own rows, the first rank also the weights.
 
-    Rows on parameter servers are sent by the servers themselves, in rounds of their own; the first rank asks for that.
+    Parameter servers push their own rows, in separate rounds; the first rank starts that. All ranks must call its
+    methods together.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Publishing:
                     )
                 ]  # fmt: skip
             except UnsupportedError as error:
-                self._note(f"{error}; until then weights are pushed, and no rows")
+                self._note(f"{error}; until then only weights are pushed, not rows")
         source = TablesSource(
             dict(zip(rows.tables, rows.published(), strict=False)),
             lambda: at().stamp,
@@ -94,16 +95,16 @@ class Publishing:
         return publish_source(source, model=name, registry=registry, servers=servers)
 
     def wants(self, pause: bool = False) -> bool:
-        """Whether it is time for a round: the first rank's clock counts.
+        """Whether a round is due, by the first rank's clock.
 
-        Before a ``pause`` of the training (a checkpoint, an export, an evaluation) it is: what was learnt is sent
+        It is always due before a ``pause`` in training (a checkpoint, an export, an evaluation), so that the push runs
         meanwhile.
         """
         return bool(self._every_s) and self._ranks.first and (pause or time.monotonic() >= self._next_at)
 
     def round(self) -> None:
-        """Copies what changed up to this step and has it sent."""
-        if self._publication is not None and self._guarded:  # otherwise servers make rounds by their own clocks
+        """Copy the changes up to this step and start sending them."""
+        if self._publication is not None and self._guarded:  # otherwise servers start rounds by their own clocks
             for servers in self._publication.servers:
                 servers.nudge()
         begun = self._publication is None or self._publication.round()
@@ -111,7 +112,7 @@ class Publishing:
         self._next_at = max(min(self._next_at, now) + self._every_s, now) if begun else now + AGAIN_S
 
     def changed_rows(self) -> float | None:
-        """The share of rows, of this rank or on the servers, that changed since the last round; None without rows."""
+        """The share of rows, on this rank or the servers, that changed since the last round; None without rows."""
         if self._publication is None:
             return None
         counts = [self._publication.source.pending(), *(one.pending() for one in self._publication.servers)]
@@ -119,18 +120,18 @@ class Publishing:
         return changed / rows if rows else None
 
     def exported(self, version: int, stamp: Stamp) -> None:
-        """Says that an export with everything up to ``stamp`` exists; replicas that start later start from it."""
+        """Report an export that contains everything up to ``stamp``; replicas that start later load it first."""
         if self._publication is not None:
             self._publication.exported(version, stamp)
 
     def finish(self) -> None:
-        """Waits until every live replica has the last changes; notes it if one does not get them in time."""
-        self._at().other_changes += 1  # whatever else changed since the last round
+        """Wait until every live replica has the last changes; log a note if one does not get them in time."""
+        self._at().other_changes += 1  # for changes outside of steps since the last round
         if self._publication is not None:
             try:
                 self._publication.flush(LAST_S)
             except ShoalError as error:
-                self._note(f"not every replica has what was learnt last: {error}")
+                self._note(f"some replicas do not have the last changes: {error}")
 
     def status(self) -> list[Any]:
         """The state of each source and its replicas."""

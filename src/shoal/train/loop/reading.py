@@ -1,4 +1,4 @@
-"""What a run reads: the streams of its files, epoch by epoch, and what is said of files and rows that are no good."""
+"""The input of a run: the streams of its files, epoch by epoch, and messages about bad files and rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SLOW_AHEAD = 4  # batches that are read ahead once reading is seen to wait
 
 
 class Reading:
-    """The streams of ``[data]``, ``train`` and ``eval`` (None without files to evaluate on).
+    """The streams of ``[data]``: ``train``, and ``eval`` (None without files to evaluate on).
 
     Raises:
         DataError: all files of one of them are empty.
@@ -40,11 +40,11 @@ class Reading:
         assert train is not None
         self.train: Stream | LiveStream = train
         self.epochs = self.live.epochs if self.live is not None else config.train.epochs
-        """Passes over the files, and one for what never ends."""
+        """Passes over the files, plus one for live sources."""
         self.eval = self._stream(form, data.eval, 1, 0) if data.eval else None
         for name, stream in (("train", self.train), ("eval", self.eval)):
             if stream is not None and stream.empty:
-                self._tell_empty(name, stream, reporter)
+                self._report_empty(name, stream, reporter)
 
     def no_samples(self) -> DataError:
         """The error of a run whose files were read to their end without finding a sample."""
@@ -83,11 +83,11 @@ class Reading:
 
     @property
     def sources(self) -> list[str]:
-        """The names of what never ends."""
+        """The names of the live sources."""
         return self.live.sources if self.live is not None else []
 
     def lag(self, ranks: Ranks) -> dict[str, Any]:
-        """How far all ranks are behind: records together, seconds of the one that is furthest. They ask together."""
+        """The lag of all ranks: the sum of records, the maximum of seconds. All ranks must call it together."""
         if self.live is None:
             return {}
         lag = self.live.lag()
@@ -100,12 +100,12 @@ class Reading:
         }  # fmt: skip
 
     def acknowledge(self, state: dict[str, Any]) -> None:
-        """What was read up to ``state`` is in a checkpoint that will stay."""
+        """Record that a durable checkpoint has everything up to ``state``."""
         if self.live is not None:
             self.live.acknowledge(state)
 
     def forget(self) -> None:
-        """Begins without the journal and the dead letters of the run before."""
+        """Remove the journal and the dead letters of the previous run."""
         if self.live is not None:
             self.live.forget()
 
@@ -115,21 +115,21 @@ class Reading:
 
     def _bad(self, row: BadRow) -> None:
         if self._config.train.strict:
-            raise DataError(f"{row}; without --strict such rows are counted and left out")
+            raise DataError(f"{row}; without --strict such rows are counted and skipped")
         if self._first_bad is None:
             self._first_bad = row
             rest = "; the rest of the file is skipped" if row.rest else ""
             self._on_bad.bad_row(where=row.where(), why=row.why + rest)
 
-    def _tell_empty(self, name: str, stream: Stream | LiveStream, reporter: Reporter) -> None:
+    def _report_empty(self, name: str, stream: Stream | LiveStream, reporter: Reporter) -> None:
         empty = f"{_listed(stream.empty)} {'is' if len(stream.empty) == 1 else 'are'} empty"
         if len(stream.empty) == len(stream.files) and stream is not self.live:
-            raise DataError(f"[data] {name}: there are no samples, since {empty}")
+            raise DataError(f"[data] {name}: there are no samples, because {empty}")
         reporter.note(f"[data] {name}: {empty}")
 
 
 class Feed:
-    """Reads the stream of a run ahead, and has the ids of its batches located, as ``[train] pipeline`` says.
+    """Yields the batches of a run; with ``[train] pipeline`` it reads them and locates their ids ahead of their step.
 
     Iterate over it once, in a ``with`` statement.
     """
@@ -148,10 +148,10 @@ class Feed:
                 section=lambda batch: batch.state["epoch"],
             )  # fmt: skip
         self.in_step = rows.together and train.pipeline
-        """Whether all ranks have batches together, those without samples among them."""
+        """Whether all ranks get a batch in every step, which can have no samples."""
 
     def __iter__(self) -> Iterator[tuple[Batch, int]]:
-        """Batches, each with its epoch; the step of one ends before the next is asked for."""
+        """Yield batches with their epochs; the caller must finish a step before it requests the next batch."""
         pipeline = self._pipeline
         if pipeline is None:
             yield from ((batch, batch.state["epoch"]) for batch in self._stream)
@@ -161,7 +161,7 @@ class Feed:
                 yield batch, pipeline.section
 
     def settle(self) -> None:
-        """Waits until every update is in the rows. All ranks call it together."""
+        """Wait until all updates are applied to the rows. All ranks must call it together."""
         if self._pipeline is not None:
             self._pipeline.flush()
 
@@ -178,12 +178,12 @@ class Feed:
         self.close()
 
     def _without_samples(self, last: Batch | None) -> Batch:
-        """What a rank that has read all of its data takes part with, where it stands."""
+        """An empty batch at the current position, for a rank that has read all of its data."""
         return Batch(samples=self._rows.no_samples(), state=self._stream.state if last is None else last.state)
 
 
 class Wishes(NamedTuple):
-    """What is to happen after a step, if some rank wants it."""
+    """Actions to take after a step if any rank wants them."""
 
     stop: bool
     save: bool
@@ -191,16 +191,16 @@ class Wishes(NamedTuple):
     export: bool
     report: bool
     evaluate: bool
-    goes_on: bool
-    """There may be more to read, even if there was nothing now."""
+    has_more: bool
+    """Whether there can be more to read, even if nothing is ready now."""
 
 
 class Epochs:
-    """Batches of one epoch after the other.
+    """Splits batches by epoch and step.
 
     Args:
-        batches: each with its epoch.
-        in_step: ranks have batches together, those without samples among them.
+        batches: pairs of a batch and its epoch.
+        in_step: whether all ranks get a batch in every step, which can have no samples.
     """
 
     def __init__(self, batches: Iterator[tuple[Batch, int]], *, in_step: bool = False) -> None:
@@ -219,16 +219,16 @@ class Epochs:
         return held[0]
 
     def parts_of(self, epoch: int, count: int, first: Batch | None) -> Iterator[Batch | None]:
-        """Batches of one step, ``first`` and further ones, each when the one before has been learnt from.
+        """Yield the ``count`` batches of a step, starting with ``first``.
 
-        None for those that are missing at the end of an epoch, or while nothing comes.
+        Yields None for batches that are missing at the end of an epoch, or while a live source has no records.
         """
         batch, idle = first, False
         for number in range(count):
             if number:
                 batch = None if idle else self.next_of(epoch)
             yield batch
-            # Nothing came for a moment: learn from what there is.
+            # The source is idle: do not wait for more batches.
             idle = idle or (batch is not None and not len(batch) and not self._in_step)
 
 

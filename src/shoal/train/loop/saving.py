@@ -1,4 +1,4 @@
-"""Where a run stands, and how it is put into checkpoints and taken from them again."""
+"""The progress of a run, and how checkpoints save and restore it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.table.checkpoint.manifest import Manifest
 from shoal.train.loop import checkpoint
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
-from shoal.train.loop.guard.rollback import forget_rollback, rolled_back
+from shoal.train.loop.guard.rollback import folder_aside, forget_rollback, rolled_back
 from shoal.train.loop.hooks import SaveTimer
 from shoal.train.loop.tables import Rows, served_features
 
@@ -37,7 +37,7 @@ class Progress:
     """The best evaluation so far; higher is better."""
     since_best: int = 0
     kept_step: int | None = None
-    """The step of the best model in a checkpoint. That checkpoint is kept besides the newest ones."""
+    """The step of the best model that has a checkpoint. That checkpoint is kept in addition to the newest ones."""
     kept_value: float | None = None
     """The evaluation of that step; higher is better."""
     restored: bool = False
@@ -52,7 +52,7 @@ class Progress:
     """The stamp of the checkpoint that this start resumed from; None if it began without one."""
 
     other_changes: int = 0
-    """Changes outside of steps: expired rows removed, the best model restored. Stamps count them, too."""
+    """The number of changes outside of steps, such as removing expired rows. Stamps count them as well."""
 
     @property
     def stamp(self) -> Stamp:
@@ -60,7 +60,7 @@ class Progress:
         return Stamp(self.run, self.step + self.other_changes)
 
     def judge(self, value: float) -> bool:
-        """Records an evaluation. Returns whether it is the best so far; NaN never is."""
+        """Record an evaluation; return whether it is the best so far. NaN never is."""
         is_best = value > (float("-inf") if self.best is None else self.best)
         if is_best:
             self.best, self.since_best = value, 0
@@ -70,7 +70,7 @@ class Progress:
 
 
 class Saver:
-    """The checkpoints of a run in ``out.dir``. All ranks call it together."""
+    """The checkpoints of a run in ``out.dir``. All ranks must call its methods together, except `wants` and `has`."""
 
     def __init__(
         self, config: Config, ranks: Ranks, rows: Rows, note: Callable[[str], None], timer: SaveTimer | None = None
@@ -81,14 +81,14 @@ class Saver:
         self.config, self.ranks, self.rows, self._note = config, ranks, rows, note
         self.timer = timer or SaveTimer()
         self._saved_at = time.monotonic()
-        self._told_inexact = False
+        self._noted_inexact = False
         self.newest: str | None = None
         """The checkpoint that this run wrote last, or resumed from."""
         self.rolled_back = False
-        """Whether it resumed from a checkpoint that `shoal rollback` brought back."""
+        """Whether the run resumed from a checkpoint that `shoal rollback` chose."""
         self._damaged: set[int] = set()
         self.pinned: Callable[[], list[int]] = list
-        """Steps whose checkpoints must stay, besides the newest ones."""
+        """Returns the steps whose checkpoints must be kept in addition to the newest ones."""
         why = ranks.from_first(why_not_writable(self.directory) if ranks.first else None)
         if why:
             raise ConfigError(f"[out] dir: checkpoints cannot be written to {self.directory!r} ({why})")
@@ -96,7 +96,7 @@ class Saver:
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def wants(self, step: int) -> bool:
-        """Whether this rank asks for a checkpoint after a step."""
+        """Whether this rank wants a checkpoint after ``step``."""
         out = self.config.out
         if not self.timer.enabled:
             return False
@@ -109,13 +109,13 @@ class Saver:
         return self.newest == self.series.path(step)
 
     def save(self, snapshot: Snapshot, at: Progress, files: list[list[Any]]) -> str:
-        """Writes a checkpoint; its path.
+        """Write a checkpoint; return its path.
 
         Raises:
-            OSError: it could not be written, on any rank; older ones are as they were.
+            OSError: some rank could not write it; older checkpoints are unchanged.
         """
         target = self.series.path(at.step)
-        self._saved_at = time.monotonic()  # one that fails is tried again when the next one is due
+        self._saved_at = time.monotonic()  # a failed checkpoint is retried when the next one is due
         if self.rows.evict():
             at.other_changes += 1
         values = asdict(at) | {"now_s": self.rows.now_s} | _steps_to_json(self.rows.steps())
@@ -133,11 +133,11 @@ class Saver:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """What is the same in every checkpoint."""
+        """The values that are the same in every checkpoint."""
         return {"identity": self.config.identity(), "served": served_features(self.config).to_json()}
 
     def _make_room(self, step: int) -> None:
-        """Moves or removes whatever has the name of the new checkpoint."""
+        """Move or remove an existing folder with the name of the new checkpoint."""
         target = self.series.path(step)
         if not os.path.lexists(target):
             return
@@ -147,7 +147,7 @@ class Saver:
             if target != self.newest:
                 self._note(f"the damaged checkpoint {target} was replaced by a new one")
         else:
-            self._note(f"{target} is of another run and was moved to {self._move_aside([step])}")
+            self._note(f"{target} belongs to another run and was moved to {self._move_aside([step])}")
 
     def _prune(self, at: Progress) -> None:
         if self.ranks.first:
@@ -161,7 +161,7 @@ class Saver:
         self.ranks.barrier()
 
     def _keep_on_servers(self, at: Progress) -> dict[str, Any]:
-        """The servers' part of a checkpoint: they keep their rows as they are now, for as long as it stays."""
+        """Make the servers keep their current rows for as long as the checkpoint exists; return its part for them."""
 
         def keep() -> str | None:
             if not self.ranks.first:
@@ -176,27 +176,23 @@ class Saver:
 
         self.ranks.together(flush)
         kept = self.ranks.together(keep)[0]
-        if kept is None and not self._told_inexact:
-            self._told_inexact = True
-            self._note("the parameter servers have no --dir to keep rows in: a run that is resumed will not be exact")
+        if kept is None and not self._noted_inexact:
+            self._noted_inexact = True
+            self._note("the parameter servers have no --dir to keep rows in, so resuming this run will not be exact")
         return {"addresses": list(self.config.train.ps), "kept": kept}
 
-    # --- going on -----------------------------------------------------------------------------------------------------
+    # --- resuming -----------------------------------------------------------------------------------------------------
 
     def move_aside(self) -> str | None:
-        """Moves all checkpoints, whole or damaged, into a folder of their own; its path, None where there are none."""
+        """Move all checkpoints, complete or damaged, into a new folder; return its path, None without checkpoints."""
         return self.ranks.from_first(self._move_aside(self.series.numbers()) if self.ranks.first else None)
 
     def _move_aside(self, steps: list[int]) -> str | None:
         if not steps:
             return None
-        dated = os.path.join(self.directory, time.strftime("before-%Y%m%d-%H%M%S"))
-        folder, number = dated, 1
-        while os.path.exists(folder):
-            number += 1
-            folder = f"{dated}-{number}"
+        folder = folder_aside(self.directory)
         os.mkdir(folder)
-        for step in steps:  # the newest last: until then a run that is killed here resumes from it
+        for step in steps:  # the newest last, so that a run that is killed meanwhile resumes from it
             path = self.series.path(step)
             move_folder(path, os.path.join(folder, os.path.basename(path)))
         sync_folder(folder)
@@ -204,12 +200,12 @@ class Saver:
         return folder
 
     def resume(self, snapshot: Snapshot, files: list[list[Any]]) -> Progress | None:
-        """Resumes from the newest whole checkpoint; returns None if there is no checkpoint.
+        """Resume from the newest complete checkpoint; return None if there is no checkpoint.
 
-        Rows, weights and random state are loaded; ``snapshot`` gets reader and metrics where they fit.
+        Rows, weights and random state are loaded; ``snapshot`` gets reader and metrics if they fit.
 
         Raises:
-            DataError: there are checkpoints and all of them are damaged.
+            DataError: all checkpoints are damaged.
         """
         why: DataError | None = None
 
@@ -225,37 +221,37 @@ class Saver:
             assert found.saved is not None
             found.saved.verify()
             if why is not None and any(digest.crc32c is None for digest in found.saved.files.values()):
-                raise why  # of version 0.1, without digests: what could not be read is damaged
+                raise why  # a checkpoint of version 0.1 has no digests: it is damaged if it cannot be read
 
         try:
             at = self.series.load_newest(load, self._note, verify)
         except DataError as error:
             if error is why:  # not about damage
                 raise
-            raise DataError(f"{error}; --fresh moves them aside and begins anew") from error
+            raise DataError(f"{error}; --fresh moves them aside and starts over") from error
         if at is not None:
             self.newest = self.series.path(at.step)
             self._damaged = {number for number in self.series.numbers() if number > at.step}
-            self._read_on(snapshot, at, files)
+            self._keep_position(snapshot, at, files)
         return at
 
-    def _read_on(self, snapshot: Snapshot, at: Progress, files: list[list[Any]]) -> None:
-        """After a roll-back: reads on where the run was, not where its earlier checkpoint is."""
-        asked = self.ranks.from_first(rolled_back(self.directory, at.step) if self.ranks.first else None)
-        if asked is None:
+    def _keep_position(self, snapshot: Snapshot, at: Progress, files: list[list[Any]]) -> None:
+        """After a roll-back, read from where the run was, not from the position of the earlier checkpoint."""
+        request = self.ranks.from_first(rolled_back(self.directory, at.step) if self.ranks.first else None)
+        if request is None:
             return
         self.rolled_back = True
-        later = asked["reader"]
+        later = request["reader"]
         if later is None:
-            self._note(f"rolled back to step {at.step:,}: the samples since then are read again")
+            self._note(f"rolled back to step {at.step:,}; the samples since then are read again")
         elif later.get("files", files) == files:
             readers = later["readers"]
             same = later.get("world") == self.ranks.world_size
             snapshot.reader = readers[self.ranks.rank] if same else snapshot.deal(readers)
             at.epoch = later["progress"]["epoch"]
-            self._note(f"rolled back to step {at.step:,}: reading goes on behind the samples that were learnt since")
+            self._note(f"rolled back to step {at.step:,}; samples that were already trained on are not read again")
         else:
-            self._note(f"rolled back to step {at.step:,}: the files are others now, reading begins as said above")
+            self._note(f"rolled back to step {at.step:,}; the files have changed, so the later position is not used")
 
     def _load(self, found: Found, snapshot: Snapshot, files: list[list[Any]]) -> Progress:
         saved = found.saved
@@ -264,7 +260,7 @@ class Saver:
         targets = self.rows.targets()
         content = Manifest.of(saved).content
         if content.get("files", files) != files and not _begun(content):
-            snapshot.deal = lambda readers: {}  # positions in other files
+            snapshot.deal = lambda readers: {}  # the positions are in other files
 
         def load() -> None:
             checkpoint.check_identity(saved, self.config.identity())
@@ -277,7 +273,7 @@ class Saver:
         values = dict(content["progress"])
         self.rows.now_s = values.pop("now_s")
         self.rows.set_steps(values.get("sparse_steps") or dict.fromkeys(self.rows.tables, values["sparse_step"]))
-        if isinstance(values.get("run"), str):  # of a version that did not stamp what it learns
+        if isinstance(values.get("run"), str):  # written by a version without stamps
             values["name"] = values.pop("run")
         base = Stamp(values.pop("run", 0), manifest.step + values.get("other_changes", 0))
         known = {one.name for one in fields(Progress)}
@@ -290,27 +286,27 @@ class Saver:
         if content.get("files", files) != files and not snapshot.reader.get("begun"):
             snapshot.reader, at.epoch = {}, 0
             self._note(
-                f"{found.path} was reading other files: rows and weights go on, reading begins at the first file"
+                f"{found.path} was reading other files; rows and weights are kept, and reading starts at the first file"
             )
         elif content["world"] != self.ranks.world_size:
             self._note(
-                f"{found.path} was written by {content['world']} rank(s) and this run has "
-                f"{self.ranks.world_size}: the rows and what is left of epoch {at.epoch + 1} are shared out anew"
+                f"{found.path} was written by {content['world']} rank(s) and this run has {self.ranks.world_size}; "
+                f"redistributing the rows and the rest of epoch {at.epoch + 1}"
             )
         return at
 
     def load_best(self, snapshot: Snapshot, at: Progress, files: list[list[Any]]) -> str | None:
-        """Restores the rows and weights of ``at.kept_step``. Returns None, or why that failed."""
+        """Restore the rows and weights of ``at.kept_step``. Return None, or the reason why that failed."""
         assert at.kept_step is not None
         found = self.series.look(at.kept_step)
         if found.saved is None:
-            return f"the checkpoint of step {at.kept_step}, the best, is damaged: {found.damage}"
+            return f"the checkpoint of the best step, {at.kept_step}, is damaged: {found.damage}"
         if self.rows.client is not None and not self._can_restore(Manifest.of(found.saved)):
-            return "the parameter servers do not keep the rows of the best step"
+            return "the parameter servers have not kept the rows of the best step"
         try:
             self._load(found, snapshot, files)
         except DataError as error:
-            return f"the checkpoint of step {at.kept_step}, the best, is damaged: {error}"
+            return f"the checkpoint of the best step, {at.kept_step}, is damaged: {error}"
         return None
 
     def _can_restore(self, manifest: Manifest) -> bool:
@@ -331,16 +327,16 @@ class Saver:
         if self._can_restore(manifest):
             self.ranks.together(restore)
         else:
-            self._note(f"{path} has no rows for these parameter servers: they go on with those that they hold")
+            self._note(f"{path} has no rows for these parameter servers; they keep their current rows")
 
 
 def _steps_to_json(steps: dict[str, int]) -> dict[str, Any]:
-    """The updates of one table as version 0.1 has them, of several by name."""
+    """The numbers of updates: for one table in the form of version 0.1, for several by name."""
     return {"sparse_step": next(iter(steps.values()))} if len(steps) == 1 else {"sparse_steps": steps}
 
 
 def _begun(content: dict[str, Any]) -> bool:
-    """Whether a checkpoint's run had read its files to the end, and was in sources that never do."""
+    """Whether a checkpoint's run had finished its files and was reading live sources."""
     return all(reader.get("begun") for reader in content["readers"])
 
 
@@ -350,7 +346,7 @@ def _servers(manifest: Manifest) -> dict[str, Any] | None:
 
 
 def _remove_drafts(directory: str) -> None:
-    """Removes what a killed process left half written."""
+    """Remove incomplete files left by a killed process."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.name.startswith(".tmp-ckpt-"):

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: by what the rates of a step, of the dense part and of rows, are multiplied."""
+"""Learning-rate schedules: the factor for the learning rates of the dense part and of rows in each step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shoal.train.loop.config import TrainConfig
 
 
 def factor(train: TrainConfig, step: int) -> float:
-    """For the step with this number, from 0.
+    """The factor for the learning rates in ``step``, which counts from 0.
 
     >>> train = TrainConfig(schedule="linear", warmup_steps=2, schedule_steps=6)
     >>> [factor(train, step) for step in range(8)]

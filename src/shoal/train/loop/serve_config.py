@@ -1,4 +1,4 @@
-"""``[serve]``: what a run gives to its replicas: exports of the model, and rows and weights as they are learnt."""
+"""``[serve]``: exports of the model, and pushes of fresh rows and weights to replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.train.loop.guard.config import GuardConfig
 from shoal.train.loop.table_config import at_least
 
 CODECS = {"float32": None, "half": None, "fixed_r8": "r", "one_bit": "amplitude"}
-"""How rows can be stored by replicas, with what the number after a colon is, where one is needed."""
+"""How replicas can store rows, with the meaning of the number after the colon, for codecs that need one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,28 +19,28 @@ class ServeConfig:
     """``[serve]``: exports and pushes. Without ``dir`` nothing is exported, without ``push_every_s`` nothing pushed."""
 
     dir: str | None = None
-    """Folder for exports, which `shoal serve` reads: one is written at the end of the run, and by ``every_s``."""
+    """Folder for exports, which `shoal serve` reads: one at the end of the run, and one every ``every_s``."""
     every_s: float = 0.0
-    """Seconds between exports; 0 for none but at the end."""
+    """Seconds between exports; 0 exports only at the end."""
     keep: int = 2
-    """Exports that stay, the newest ones."""
+    """The number of newest exports to keep."""
     when_better: bool = False
-    """Export only after an evaluation that is the best so far, at most once in ``every_s``."""
+    """Export only after the best evaluation so far, at most once per ``every_s``."""
     model: str | None = None
-    """The name that servers and clients use; by default that of the folder ``dir``, else of the configuration file."""
+    """The name that servers and clients use; by default that of the folder ``dir`` or of the configuration file."""
     push_every_s: float = 0.0
-    """Seconds between pushes of what was learnt to the replicas in ``registry``; 0 for none."""
+    """Seconds between pushes of fresh rows and weights to the replicas in ``registry``; 0 disables pushes."""
     registry: str | None = None
-    """Where replicas are found: ``zk://host:port``, ``dir:///path`` or a folder, as `shoal serve --registry` has it."""
+    """The replicas' registry, as for `shoal serve --registry`: ``zk://host:port``, ``dir:///path`` or a folder."""
     codec: str = "float32"
     """How replicas store rows: ``float32``, ``half``, ``fixed_r8:R`` (one byte per weight, in [-R, R)) or
     ``one_bit:A`` (-A or A). Rows are exported and pushed in this form."""
     compiled: bool = False
-    """AOTInductor compiles the net of each export, where there is a C++ compiler: for `shoal serve --compiled`."""
+    """Compile the net of each export with AOTInductor, for `shoal serve --compiled`; needs a C++ compiler."""
     at_start: bool = False
-    """Export before the first step, too, if ``dir`` has no version yet, so that replicas can start."""
+    """Also export before the first step if ``dir`` has no version yet, so that replicas can start."""
     guard: GuardConfig = field(default_factory=GuardConfig)
-    """``[serve.guard]``: when pushes and exports stop by themselves."""
+    """``[serve.guard]``: when pushes and exports stop automatically."""
 
     def __post_init__(self) -> None:
         at_least("serve", self, every_s=0, keep=1, push_every_s=0)
@@ -73,7 +73,7 @@ class ServeConfig:
 
     @property
     def name(self) -> str | None:
-        """The model's name, where it can be told."""
+        """The model's name, if it is configured."""
         if self.model is not None or self.dir is None:
             return self.model
         return os.path.basename(os.path.abspath(self.dir))

@@ -1,4 +1,4 @@
-"""``[table]`` and ``[table.features.NAME]``: what the tables of a run are, and which features each of them serves."""
+"""``[table]`` and ``[table.features.NAME]``: the tables of a run, and the features that each of them serves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Initializer = Literal["uniform", "zeros", "ones"]
 
 
 def at_least(section: str, values: object, **limits: float) -> None:
-    """Checks numbers of a section, an object or a dict; None is not set."""
+    """Check the numbers in a section (an object or a dict) against lower limits; None means not set."""
     for name, least in limits.items():
         value = values[name] if isinstance(values, dict) else getattr(values, name)
         if value is not None and not least <= value < math.inf:
@@ -26,22 +26,22 @@ def at_least(section: str, values: object, **limits: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureConfig:
-    """``[table.features.NAME]``: what is different for one feature. What is not given is as in ``[table]``.
+    """``[table.features.NAME]``: settings of one feature that differ from ``[table]``.
 
-    With any setting but ``combiner``, ``max_length`` and ``table`` the feature has a table of its own.
+    With any setting other than ``combiner``, ``max_length`` and ``table`` the feature has its own table.
     """
 
     dim: int | None = None
     combiner: Combiner | None = None
     max_length: int | None = None
     optimizer: str | None = None
-    """Another optimizer begins without the ``optimizer_options`` of ``[table]``."""
+    """If it differs from that of ``[table]``, the ``optimizer_options`` there do not apply."""
     lr: float | None = None
     optimizer_options: dict[str, Any] | None = None
     initializer: Initializer | None = None
     init_scale: float | None = None
     expire_after: str | None = None
-    """``"never"`` where ``[table]`` has an expiry and this feature has none."""
+    """Use ``"never"`` if ``[table]`` has an expiry and this feature should have none."""
     max_rows: int | None = None
     max_bytes: int | str | None = None
     evict: str | None = None
@@ -50,10 +50,10 @@ class FeatureConfig:
     shard: str | None = None
     """As in ``[table]``."""
     table: str | None = None
-    """Another feature, whose rows this one uses: equal categories of both have one row."""
+    """Another feature whose rows this one uses; equal categories of the two features share a row."""
 
     def of_table(self) -> dict[str, Any]:
-        """The settings that are given and make a table another one."""
+        """The given settings that require a separate table."""
         own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _OF_FEATURES}
         return {name: value for name, value in own.items() if value is not None}
 
@@ -63,43 +63,44 @@ _OF_FEATURES = ("combiner", "max_length", "table")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableConfig:
-    """``[table]``: the table of all features that ``[table.features.NAME]`` gives none of their own."""
+    """``[table]``: the table of all features that have no separate one."""
 
     name: str = "features"
     dim: int = 16
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where rows are. ``"cuda"`` keeps index, weights and optimizer state in GPU memory."""
+    """Device of the rows. ``"cuda"`` keeps index, weights and optimizer state in GPU memory."""
     optimizer: str = "adagrad"
-    """adagrad, adam, sgd, ftrl, rowwise_adagrad, …: any of the row optimizers."""
+    """Any row optimizer: adagrad, adam, sgd, ftrl, rowwise_adagrad, …"""
     lr: float = 0.05
     optimizer_options: dict[str, Any] = field(default_factory=dict)
     """Further settings of the optimizer, such as ``betas``."""
     initializer: Initializer = "uniform"
     init_scale: float = 0.01
-    """With ``uniform`` new rows are uniform in [-init_scale, init_scale)."""
+    """With ``uniform``, new rows are drawn from [-init_scale, init_scale)."""
     combiner: Combiner = "sum"
-    """How the rows of a feature with many ids become one; ``firstn`` puts the first ``max_length`` side by side."""
+    """How the rows of a feature with many ids become one; ``firstn`` concatenates the first ``max_length`` rows."""
     max_length: int | None = None
-    """Rows of ``firstn``."""
+    """Number of rows that ``firstn`` concatenates."""
     expire_after: str | None = None
-    """Text such as 30d or 12h: rows that were not updated for so long are removed at checkpoints."""
+    """Text such as 30d or 12h: rows that were not updated for this long are removed at checkpoints."""
     max_rows: int | None = None
-    """Rows of each table, on each rank and server; at the limit those leave that ``evict`` names."""
+    """Maximum number of rows of each table, on each rank and server; at the limit ``evict`` chooses rows to remove."""
     max_bytes: int | str | None = None
-    """Bytes of each table, index and rows, on each rank and server: a number or text such as 8GiB."""
+    """Maximum size of each table, index and rows, on each rank and server: a number of bytes or text such as 8GiB."""
     evict: str | None = None
-    """lru (the default), slru, lfu, epoch_lru or epoch_lfu: which rows leave a full table. An epoch is a day."""
+    """lru (the default), slru, lfu, epoch_lru or epoch_lfu: which rows are removed from a full table. An epoch is a
+    day."""
     admit_after: int = 0
-    """An id gets a row once it was learnt from more often than this, at most 14; before that it counts as zeros. Raise
-    it when rows of ids that come once fill the memory."""
+    """An id gets a row once it was seen in training more often than this (at most 14); until then its row is zeros.
+    Raise it when ids that occur once fill the memory."""
     admit_capacity: int = 10_000_000
-    """Ids whose occurrences are counted, approximately, in 2.8 bytes each; the oldest are forgotten. On each rank and
-    server."""
+    """The number of ids whose occurrences are counted, approximately, in 2.8 bytes each, on each rank and server; the
+    oldest are forgotten."""
     shard: str = "row"
-    """How rows are spread over the ranks of ``torchrun`` or ``shoal launch``: ``"row"``, ``"table"`` or ``"table:3"``
-    (all on one rank), ``"column"``, ``"data"`` (all rows on every rank, for small tables), or ``"auto"``."""
+    """How rows are distributed over the ranks of ``torchrun`` or ``shoal launch``: ``"row"``, ``"table"`` or
+    ``"table:3"`` (all on one rank), ``"column"``, ``"data"`` (all rows on every rank, for small tables), ``"auto"``."""
     features: dict[str, FeatureConfig] = field(default_factory=dict)
-    """What is different for some features."""
+    """Settings that differ for some features."""
 
     def __post_init__(self) -> None:
         given = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -108,11 +109,11 @@ class TableConfig:
             _check(f"table.features.{name}", {**given, **self._changes(name)})
 
     def of_feature(self, name: str) -> TableConfig:
-        """The settings of one feature: those of ``[table]`` with its own over them."""
+        """The settings of one feature: its own, and those of ``[table]`` for the rest."""
         return replace(self, features={}, **self._changes(name))
 
     def _changes(self, name: str) -> dict[str, Any]:
-        """What is different for a feature."""
+        """The settings of a feature that differ from ``[table]``."""
         given = self.features.get(name, FeatureConfig())
         changes = given.of_table()
         if given.combiner not in (None, "firstn"):
@@ -126,11 +127,11 @@ class TableConfig:
 
     @property
     def length(self) -> int:
-        """Rows that a feature has side by side: ``max_length`` with firstn, else 1."""
+        """The number of rows that a feature concatenates: ``max_length`` with firstn, else 1."""
         return self.max_length or 1
 
     def arguments(self) -> dict[str, Any]:
-        """The keywords of `shoal.HashTable`, and of the tables that stand in its place."""
+        """The keyword arguments of `shoal.HashTable`, and of tables over ranks and on servers."""
         from shoal.table.config.initializers import OnesInitializer, RandomUniformInitializer, ZerosInitializer
 
         scale = self.init_scale
@@ -146,7 +147,7 @@ class TableConfig:
         }
 
     def budget(self) -> dict[str, Any]:
-        """The keywords of `shoal.HashTable` that limit it; none for a table that grows."""
+        """The keyword arguments of `shoal.HashTable` that limit its size; empty for no limit."""
         if self.max_rows is None and self.max_bytes is None:
             return {}
         from shoal.table.budget.policies import EpochLfu, EpochLru
@@ -170,7 +171,7 @@ class TableConfig:
         }  # fmt: skip
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint's rows depend on. Settings that came after version 0.1 are named where they are set."""
+        """The settings that a checkpoint's rows depend on; those newer than version 0.1 only if they are set."""
         free = ["features", "device", "lr", "expire_after", "max_rows", "max_bytes", "evict", "shard"]
         if not self.admit_after:
             free += ["admit_after", "admit_capacity"]
@@ -191,17 +192,19 @@ def _check_budget(section: str, given: dict[str, Any]) -> None:
     if given["evict"] not in policies:
         raise ConfigError(f"[{section}] evict must be one of {policies}, got {given['evict']!r}")
     if given["max_rows"] is None and given["max_bytes"] is None:
-        raise ConfigError(f"[{section}] evict needs max_rows or max_bytes: a table without is never full")
+        raise ConfigError(f"[{section}] evict must be used with max_rows or max_bytes, which are not set")
 
 
 def _check(section: str, given: dict[str, Any]) -> None:
-    """Refuses wrong settings of a table, with the section that they are in."""
+    """Raise ``ConfigError`` for invalid settings of a table, naming their section."""
     at_least(section, given, dim=1, lr=0, init_scale=0, admit_after=0, admit_capacity=1000, max_length=1)
     _check_budget(section, given)
     if given["admit_after"] > 14:
         raise ConfigError(f"[{section}] admit_after must be at most 14, got {given['admit_after']}")
     if given["combiner"] == "firstn" and given["max_length"] is None:
-        raise ConfigError(f'[{section}] combiner = "firstn" needs a max_length, the number of rows that it keeps')
+        raise ConfigError(
+            f'[{section}] max_length must be set with combiner = "firstn", to the number of rows to concatenate'
+        )
     if given["combiner"] != "firstn" and given["max_length"] is not None:
         raise ConfigError(f'[{section}] max_length must be used with combiner = "firstn", got {given["combiner"]!r}')
     _row_optimizer(section, given["optimizer"], given["optimizer_options"], given["lr"])
@@ -209,7 +212,7 @@ def _check(section: str, given: dict[str, Any]) -> None:
         try:
             Way.parse(given["shard"])
         except ConfigError as error:
-            raise ConfigError(f'[{section}] shard must be "auto" or a way: {error}') from None
+            raise ConfigError(f'[{section}] shard must be "auto" or a valid way: {error}') from None
 
 
 def _row_optimizer(section: str, name: str, options: dict[str, Any], lr: float) -> Any:
@@ -237,13 +240,13 @@ class PlannedTable:
     """One table of a run."""
 
     config: TableConfig
-    """With the table's own name, and no features."""
+    """The table's settings under its own name, with ``features`` empty."""
     features: tuple[str, ...]
-    """That it serves, in the order of the data."""
+    """The features that it serves, in the order of the data."""
 
 
 def plan_tables(table: TableConfig, sparse: Sequence[str]) -> list[PlannedTable]:
-    """The tables that a configuration asks for: the one of ``[table]`` first, then those of features in their order.
+    """The tables of a configuration: that of ``[table]`` first, then those of features in the order of the data.
 
     >>> given = TableConfig(features={"user": FeatureConfig(dim=32), "friends": FeatureConfig(table="user")})
     >>> [(one.config.name, one.config.dim, one.features) for one in plan_tables(given, ["user", "item", "friends"])]
@@ -262,25 +265,25 @@ def plan_tables(table: TableConfig, sparse: Sequence[str]) -> list[PlannedTable]
 
 
 def lender(table: TableConfig, feature: str) -> str:
-    """The feature whose rows a feature uses: itself, or where ``table = "…"`` leads."""
+    """The feature whose rows a feature uses: itself, or the one that ``table = "…"`` names, directly or not."""
     seen = [feature]
     while (given := table.features.get(seen[-1])) is not None and given.table is not None:
         if given.table in seen:
             raise ConfigError(
-                f"[table.features.{feature}] table must not form a circle, got {' -> '.join([*seen, given.table])}"
+                f"[table.features.{feature}] table must not form a cycle, got {' -> '.join([*seen, given.table])}"
             )
         seen.append(given.table)
     return seen[-1]
 
 
 def owner(table: TableConfig, feature: str) -> str | None:
-    """The feature whose own table has a feature's rows; None for the table of ``[table]``."""
+    """The feature whose own table contains a feature's rows; None for the table of ``[table]``."""
     last = lender(table, feature)
     return last if last in table.features and table.features[last].of_table() else None
 
 
 def check_features(table: TableConfig, sparse: Sequence[str], slots: Mapping[str, int], raw: bool) -> None:
-    """Refuses ``[table.features.NAME]`` that name no feature, or contradict each other or ``[data] slots``."""
+    """Raise ``ConfigError`` for ``[table.features]`` with unknown features or conflicts, also with ``[data] slots``."""
     for name, given in table.features.items():
         section = f"[table.features.{name}]"
         if name not in sparse:
@@ -307,13 +310,13 @@ def check_features(table: TableConfig, sparse: Sequence[str], slots: Mapping[str
         for other in twins:
             if name in sparse and owner(table, name) != owner(table, other):
                 raise ConfigError(
-                    f"[data] slots has {name!r} and {other!r} share rows, but [table.features] gives them different "
-                    f'tables; add [table.features.{name}] table = "{other}", or give {name!r} a slot of its own'
+                    f"[data] slots: {name!r} and {other!r} have the same slot, so they must share a table, but they "
+                    f'do not; add [table.features.{name}] table = "{other}", or give {name!r} another slot'
                 )
 
 
 def shared_slots(table: TableConfig, sparse: Sequence[str], slots: Mapping[str, int]) -> dict[str, int]:
-    """``slots`` with those of features that use another feature's rows: equal categories then have equal ids."""
+    """``slots``, completed for features that use another feature's rows, so that equal categories have equal ids."""
     lent = {name: lender(table, name) for name in table.features if table.features[name].table is not None}
     found = {name: slots.get(other, sparse.index(other) + 1) for name, other in lent.items()}
     return {**found, **slots}

@@ -1,4 +1,4 @@
-"""The tables of a run, wherever their rows live, and the modules that look batches up in them."""
+"""The tables of a run, in this process, over ranks or on servers, and the module that looks up batches in them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _AT_ONCE = timedelta(seconds=5)
 
 
 class Rows(nn.Module):
-    """Samples to the rows of their ids: ``[B, F, D]``, or ``[B, sum of widths]`` where features differ in width.
+    """Looks up the rows of samples' ids: ``[B, F, D]``, or ``[B, sum of widths]`` if features differ in width.
 
-    The tables are in this process, over all ranks (every rank looks up and updates together), or on parameter servers.
-    Backward updates the rows; over ranks every rank takes part in it, one without samples by `nothing`.
+    The tables are in this process, over all ranks (which look up and update together), or on parameter servers.
+    Backward updates the rows. Over ranks, a rank without samples must call `join_without_samples` instead.
     """
 
     def __init__(
@@ -37,20 +37,20 @@ class Rows(nn.Module):
         self.plan = config.tables()
         self.features = config.data.schema().sparse
         self.now_s = 0
-        """The time that rows are stamped with."""
+        """The time of writes, from which rows expire."""
         self.client: Any = None
         self._targets: list[Target] = []
         self._ragged = bool(config.data.make_format().ragged)
         self.together = ranks.world_size > 1 and not config.train.ps
-        self.tables = self._on_servers(config, note) if config.train.ps else self._here(config, ranks, device)
-        clock = lambda: self.now_s  # noqa: E731 (one object: tables of one clock are updated together)
+        self.tables = self._on_servers(config, note) if config.train.ps else self._in_process(config, ranks, device)
+        clock = lambda: self.now_s  # noqa: E731 (one object, because only tables with the same clock share updates)
         for keeper in self.keepers():
             keeper.clock = clock
         self.pooling = pooling_of(config)
         self.lookup = FeatureRows(self.tables, self.pooling, ragged=self._ragged, fused=not config.train.defers)
 
-    def _here(self, config: Config, ranks: Ranks, device: str) -> dict[str, Any]:
-        """Makes the tables in this process, or this process's part of them."""
+    def _in_process(self, config: Config, ranks: Ranks, device: str) -> dict[str, Any]:
+        """Create the tables in this process, or its shards of them."""
         made: dict[str, Any] = {}
         ways = ways_of(config, ranks) if self.together else {}
         for one in self.plan:
@@ -73,7 +73,7 @@ class Rows(nn.Module):
         deadline = timedelta(seconds=config.train.ps_deadline_s)
         self.client = PsClient(_addresses(config.train.ps, config.train.ps_deadline_s), deadline=deadline)
         try:
-            self._greet(note)
+            self._contact(note)
             return {
                 one.config.name: ps_table(
                     self.client, one.config.dim, filter=one.config.filter(), seed=config.train.seed,
@@ -85,45 +85,45 @@ class Rows(nn.Module):
             self.client.close()
             raise
 
-    def _greet(self, note: Callable[[str], None]) -> None:
-        """Says which servers are waited for if they do not answer at once."""
+    def _contact(self, note: Callable[[str], None]) -> None:
+        """Log a note about servers that do not answer at once."""
         try:
             self.client.info(min(_AT_ONCE, self.client.deadline))
         except DeadlineError as error:
             if self.client.deadline > _AT_ONCE:
-                note(f"{str(error).partition(';')[0]}; waiting for it, up to {self.client.deadline}")
+                note(f"{str(error).partition(';')[0]}; waiting up to {self.client.deadline}")
 
     def forward(self, samples: Samples) -> Tensor:
         return self.lookup(samples)
 
     def keepers(self) -> list[TableKeeper]:
-        """What modules know of the tables, in their order."""
+        """The keepers of the tables, in their order."""
         return [keeper_of(table) for table in self.tables.values()]
 
     # --- all ranks together -------------------------------------------------------------------------------------------
 
-    def nothing(self, *, learn: bool, samples: Samples | None = None) -> None:
-        """The part of a rank without samples in a step of all ranks; ``samples`` are such, where there are some."""
+    def join_without_samples(self, *, learn: bool, samples: Samples | None = None) -> None:
+        """Join the other ranks' step without samples; ``samples`` is an empty batch, if there is one."""
         if self.together:
             rows = self(self.no_samples() if samples is None else samples)
             if learn:
                 rows.sum().backward()
 
     def no_samples(self) -> Samples:
-        """None, as far as ids go."""
+        """An empty batch, without dense columns."""
         return Samples.empty(0, len(self.features), ragged=self._ragged)
 
-    # --- what there is ------------------------------------------------------------------------------------------------
+    # --- rows and sizes -----------------------------------------------------------------------------------------------
 
     @property
     def local(self) -> list[HashTable]:
-        """The rows of this process; none where they are on servers."""
+        """The tables in this process; empty if rows are on servers."""
         if self.client is not None:
             return []
         return [table.table if self.together else table for table in self.tables.values()]
 
     def saved(self) -> list[HashTable]:
-        """The rows that this rank writes, with full width, each row on one rank; all ranks ask together."""
+        """The complete rows that this rank saves, each row on one rank; all ranks must call it together."""
         if self.client is not None:
             return []
         return [table.own_rows() if self.together else table for table in self.tables.values()]
@@ -132,23 +132,23 @@ class Rows(nn.Module):
         """The rows that this rank sends to replicas."""
         if any(way.startswith("column") for way in self.ways()):
             raise ConfigError(
-                '[table] shard = "column" cannot be published, since no rank has whole rows; use "row" or "table"'
+                '[table] shard must be "row" or "table" when rows are pushed, got "column": no rank has complete rows'
             )
         return self.saved()
 
     def ways(self) -> list[str]:
-        """How each table is spread over ranks; empty where none is."""
+        """How each table is distributed over ranks; empty if none is."""
         return [str(table.way) for table in self.tables.values()] if self.together else []
 
     def targets(self) -> list[Target]:
-        """What a checkpoint's rows are loaded into, by the tables' order; `loaded` is called after that."""
+        """The targets for loading a checkpoint's rows, in the tables' order; call `loaded` afterwards."""
         if not self.together:
             return [Target(table) for table in self.local]
         self._targets = [target_of(table) for table in self.tables.values()]
         return self._targets
 
     def loaded(self) -> None:
-        """Spreads what was loaded by column; all ranks call it together."""
+        """Distribute the rows that were loaded for tables by column; all ranks must call it together."""
         from shoal.sharded.all_to_all.moving import fill
         from shoal.table.checkpoint.tensors import table_state
 
@@ -158,16 +158,16 @@ class Rows(nn.Module):
         self._targets = []
 
     def describe(self) -> list[dict[str, Any]]:
-        """Name, features, dim and optimizer of every table, and its rows; all ranks ask together."""
+        """Name, features, dim, optimizer and number of rows of every table; all ranks must call it together."""
         sizes = self.sizes()
         return [_about(one) | {"rows": sizes[one.config.name]} for one in self.plan]
 
     def sizes(self) -> dict[str, int | None]:
-        """Rows of each table on all ranks or servers, which all ranks ask together."""
+        """The number of rows of each table on all ranks or servers; all ranks must call it together."""
         return {name: table.size() if hasattr(table, "size") else None for name, table in self.tables.items()}
 
     def size(self) -> int | None:
-        """Rows of all tables."""
+        """The number of rows of all tables."""
         sizes = list(self.sizes().values())
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
@@ -177,7 +177,7 @@ class Rows(nn.Module):
         return {name: here[place].memory_bytes() if here else 0 for place, name in enumerate(self.tables)}
 
     def steps(self) -> dict[str, int]:
-        """Updates of each table so far."""
+        """The number of updates of each table so far."""
         return {name: keeper.global_step for name, keeper in zip(self.tables, self.keepers(), strict=True)}
 
     def set_steps(self, steps: Mapping[str, int]) -> None:
@@ -185,7 +185,7 @@ class Rows(nn.Module):
             keeper.global_step = steps[name]
 
     def evict(self) -> bool:
-        """Removes this process's expired rows. Returns whether rows can expire."""
+        """Remove expired rows in this process; return whether rows can expire."""
         expire = [
             table for one, table in zip(self.plan, self.local, strict=False) if one.config.expire_after is not None
         ]
@@ -196,7 +196,7 @@ class Rows(nn.Module):
     # --- servers ------------------------------------------------------------------------------------------------------
 
     def keep_on_servers(self, name: str, others: list[str]) -> str | None:
-        """Makes the servers keep the current rows under a name, besides those of other names; None if they cannot."""
+        """Make the servers keep the current rows under ``name``, and those under ``others``; None if they cannot."""
         self.client.flush()
         try:
             self.client.checkpoint(keep_as=name, others=others)
@@ -205,16 +205,16 @@ class Rows(nn.Module):
         return name
 
     def restore_on_servers(self, name: str) -> None:
-        """Brings the rows on the servers back to those that were kept under a name."""
+        """Restore the rows on the servers that were kept under ``name``."""
         try:
             for table in self.tables:
                 self.client.restore(table, name)
         except ConfigError as error:
             raise ConfigError(
-                f"{error}; start the servers with the --dir that they had, or use the rows that they hold with "
+                f"{error}; start the servers with the --dir that they had, or continue with their current rows by "
                 "--set train.ps_restore=false"
             ) from None
-        self.client.checkpoint()  # so that what they come back with after a crash does not depend on the kept one
+        self.client.checkpoint()  # so that recovery after a crash does not depend on the kept checkpoint
 
     def close(self) -> None:
         if self.client is not None:
@@ -222,7 +222,7 @@ class Rows(nn.Module):
 
 
 def target_of(table: Any) -> Target:
-    """That of a table over ranks. By column it is a table of its own, whose rows are cut and spread afterwards."""
+    """The loading target of a table over ranks; by column it is a separate table, distributed after loading."""
     from shoal.sharded.all_to_all.moving import like
 
     way = table.way
@@ -233,7 +233,7 @@ def target_of(table: Any) -> Target:
 
 
 def ways_of(config: Config, ranks: Ranks) -> dict[str, str]:
-    """How each table is spread over ranks; rank 0 plans those that leave it open (``shard = "auto"``)."""
+    """How each table is distributed over ranks; rank 0 plans tables with ``shard = "auto"``."""
     tables = config.tables()
     ways = {one.config.name: one.config.shard for one in tables}
     if "auto" not in ways.values():
@@ -265,9 +265,9 @@ def pooling_of(config: Config) -> dict[str, Pooling]:
 
 
 def served_features(config: Config) -> ServedFeatures:
-    """How raw values become inputs of a run's model, as its reader makes them."""
+    """How servers turn raw values into the model's inputs, as the run's reader does."""
     form, schema = config.data.make_format(), config.data.schema()
-    if config.data.format in ("example", "example_batch"):  # whose records hold ids
+    if config.data.format in ("example", "example_batch"):  # their records contain ids
         schema = replace(schema, raw=True)
     separator = str(getattr(form, "separator", "") or "")
     lists = bool(getattr(form, "lists", False)) or (config.data.format == "tfrecord")
@@ -287,7 +287,7 @@ def _filter(given: TableConfig) -> Any:
 
 
 def _addresses(given: Sequence[str], deadline_s: float) -> Sequence[str]:
-    """The addresses of servers; one ``REGISTRY#GROUP`` is those of a group, such as ``zk://host:2181#ctr``."""
+    """The addresses of servers; a single ``REGISTRY#GROUP`` such as ``zk://host:2181#ctr`` gives those of the group."""
     registry, _, group = given[0].partition("#")
     if len(given) > 1 or not registry.startswith(("zk://", "dir:")):
         return given

@@ -1,4 +1,4 @@
-"""The configuration of a training run from a TOML file and changes to it."""
+"""Load the configuration of a training run from a TOML file and changes to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoal.train.loop.table_config import TableConfig
 T = TypeVar("T")
 
 ONLINE_SECTIONS = ("servers", "replicas", "registry", "join", "trainers", "up")
-"""Sections of a file for `shoal up` that a training run passes over: one file then describes all processes."""
+"""Sections for `shoal up` that a training run ignores, so that one file can describe all processes."""
 
 _SECTIONS: dict[str, type] = {
     "data": DataConfig, "table": TableConfig, "model": ModelConfig, "train": TrainConfig, "eval": EvalConfig,
@@ -32,9 +32,9 @@ _SECTIONS: dict[str, type] = {
 
 
 def load_config(path: str | Path | None, changes: Mapping[str, Any] | None = None) -> Config:
-    """The configuration of a TOML file, with ``changes`` such as ``{"train.epochs": 2}`` over it.
+    """Load a TOML file and apply ``changes`` such as ``{"train.epochs": 2}``.
 
-    Paths in the file are relative to it, those in changes to the working directory.
+    Paths in the file are relative to its folder, paths in ``changes`` to the working directory.
     """
     content: dict[str, Any] = {}
     if path is not None:
@@ -75,7 +75,7 @@ def _config(content: Mapping[str, Any], where: str) -> Config:
         hint = did_you_mean(unknown[0], known)
         raise ConfigError(f"{where}: there is no section [{unknown[0]}]{hint}; sections are {', '.join(known)}")
     if "data" not in content:
-        raise ConfigError(f'{where}: [data] with train = ["FILE", …] is missing')
+        raise ConfigError(f'{where}: section [data] is missing; add it, with train = ["FILE", …]')
     if defined and isinstance(content["data"], Mapping):
         content["data"] = {**content["data"], "features": defined}
     made = {name: _section(_SECTIONS[name], value, name, where) for name, value in content.items()}
@@ -97,14 +97,14 @@ def _section(kind: type[T], content: Any, name: str, where: str) -> T:
         raise ConfigError(f"{where}: [{name}] must be a section, got {content!r}")
     hints = typing.get_type_hints(kind)
     names = [f.name for f in fields(kind)]  # pyrefly: ignore[bad-argument-type]
-    # What a section does not know goes to its options, where it has them: of the model or of the format.
+    # Unknown settings become options of the model or the format, in sections that have options.
     given, extra = {}, {}
     for key, value in content.items():
         (given if key in names else extra)[key] = value
     if extra:
         first = next(iter(extra))
         hint = "" if first in FORMAT_OPTIONS else did_you_mean(first, names)
-        if "options" not in names or (name == "data" and hint):  # options of models may have any name
+        if "options" not in names or (name == "data" and hint):  # options of models can have any name
             raise ConfigError(f"{where}: [{name}] has no setting {first!r}{hint}; it has {', '.join(names)}")
         given["options"] = {**given.get("options", {}), **extra}
     for one in fields(kind):  # pyrefly: ignore[bad-argument-type]
@@ -114,7 +114,7 @@ def _section(kind: type[T], content: Any, name: str, where: str) -> T:
 
 
 def _field(value: Any, hint: Any, section: str, key: str, where: str) -> Any:
-    """A field of a section; one that maps names to sections has them as [section.key.NAME]."""
+    """The value of a section's field; a field that maps names to sections is read from [section.key.NAME]."""
     inner = typing.get_args(hint)
     if typing.get_origin(hint) is dict and is_dataclass(inner[1]):
         given = _convert(value, hint, f"{where}: [{section}.{key}]")
@@ -125,7 +125,7 @@ def _field(value: Any, hint: Any, section: str, key: str, where: str) -> Any:
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
-    """A TOML value as the type that a field has."""
+    """Convert a TOML value to the type of a field."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None:
@@ -157,7 +157,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
 
 
 def _resolved(base: Path, text: str) -> str:
-    """A path relative to the configuration; addresses of sources are as they are."""
+    """Make a path relative to the configuration's folder; addresses of sources are unchanged."""
     for scheme in ("dir:", "join:"):
         if text.startswith(scheme):
             return f"{scheme}{base / text.removeprefix(scheme).removeprefix('//')}"
@@ -165,7 +165,7 @@ def _resolved(base: Path, text: str) -> str:
 
 
 def _joined(data: Any, path: str) -> None:
-    """``[data.join]`` as a source of training, and what joins say of their samples as settings of the data."""
+    """Add ``[data.join]`` to the training sources, and take settings of the data from the joins in them."""
     if not isinstance(data, dict):
         return
     given = data.get("train", [])
@@ -187,13 +187,13 @@ def _joined(data: Any, path: str) -> None:
 
 
 def _written_by_joiner(content: dict[str, Any], path: str) -> None:
-    """What a process of `shoal join` writes, which ``[join]`` of the same file describes, as the data to learn."""
+    """Train by default on the output of the `shoal join` process that ``[join]`` of the same file describes."""
     joined, data = load_join(path, state=""), content.setdefault("data", {})
     if not isinstance(data, dict) or not joined.out:
         return
     given = data.setdefault("train", [joined.out])
     sources = [given] if isinstance(given, str) else given if isinstance(given, list) else []
-    written = str(parse_address(joined.out))  # without options, which may be the writer's or the reader's own
+    written = str(parse_address(joined.out))  # without options, which can differ between writer and reader
     if any(isinstance(one, str) and is_live(one) and str(parse_address(one)) == written for one in sources):
         data.setdefault("format", joined.impressions.format)
         data.setdefault("label", next(iter(joined.labels)))

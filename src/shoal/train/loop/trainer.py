@@ -1,4 +1,4 @@
-"""The training loop: read, look up, forward, backward (which updates the rows), step, and everything around it."""
+"""`Trainer`: the training loop of `shoal train`, with its checkpoints, evaluations, exports and pushes."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ from shoal.train.loop.writes import NamedWrites
 
 
 class Trainer:
-    """One run on this rank. ``stop`` is asked after every step whether to end early, with a checkpoint.
+    """One run on this rank.
 
     Args:
+        stop: called after every step; the run ends early, with a checkpoint, if it returns True on any rank.
+        fresh: do not resume from the checkpoints in ``out.dir``; move them to a folder there.
         hooks: called around every step, after those of ``[train] hooks``: objects of `shoal.train.SessionRunHook`, or
             functions that take the trainer and return one.
-        fresh: do not resume from the checkpoints in ``out.dir``; they are moved into a folder of their own there.
-        init_from: a checkpoint of another run, whose rows and weights this one begins with, as far as they fit. A run
-            that resumes from a checkpoint of its own has them already.
+        init_from: a checkpoint of another run, from which to take rows and weights as far as they fit. Ignored if the
+            run resumes from its own checkpoint.
     """
 
     def __init__(
@@ -92,12 +93,12 @@ class Trainer:
             raise
 
     def _context(self) -> TrainContext:
-        """What hooks see."""
+        """The context that hooks get."""
         tables = self.rows.tables
         return TrainContext(self.model, dict(zip(tables, self.rows.local or tables.values(), strict=True)))
 
     def _open(self, fresh: bool, init_from: str | None) -> None:
-        """Files, metrics and checkpoints."""
+        """Open files, checkpoints, pushes and exports, and restore the run's state."""
         config = self.config
         self.at = Progress()
         self.reading = Reading(config, self.ranks, self.reporter, self._bad_reporter)
@@ -116,9 +117,9 @@ class Trainer:
             self.saver = Saver(config, self.ranks, self.rows, self.reporter.note, self.save_timer)
             if self.ranks.first:
                 self._opened.enter_context(running(config.out.dir))
-            self.resumed = self._begin_anew(self.saver) if fresh else self._resume(self.saver)
+            self.resumed = self._start_fresh(self.saver) if fresh else self._resume(self.saver)
         if init_from is not None:
-            self._begin_with(init_from)
+            self._init_from(init_from)
         self._writes = self._name_writes()
         self.at.run = self.ranks.from_first(self.at.run)
         self.publishing = Publishing(config, self.ranks, self.rows, self.model, lambda: self.at, self.reporter.note)
@@ -130,17 +131,17 @@ class Trainer:
             self._opened.callback(self._page.stop)
 
     def _trip(self) -> str:
-        """Why the guard has stopped pushes and exports, "" while it has not."""
-        trip = self.guard.trip if hasattr(self, "guard") else None  # it may speak while it is made
+        """Why the guard has stopped pushes and exports; "" if it has not."""
+        trip = self.guard.trip if hasattr(self, "guard") else None  # the guard's constructor can send an alert
         return "" if trip is None else trip.reason
 
     def _name_writes(self) -> NamedWrites | None:
-        """The names of updates on servers that do not go back to this run's checkpoint, since others use them, too."""
+        """Names for updates on servers that other runs share and that are not reset to this run's checkpoint."""
         live, client = self.reading.live, self.rows.client
         if live is None or client is None or self.config.train.ps_restore:
             return None
         if self.saver is None:
-            self.reporter.note("without [out] dir a run that is started again learns from the stream's beginning again")
+            self.reporter.note("without [out] dir, a restarted run reads the stream from its beginning again")
         self.at.name = self.ranks.from_first(self.at.name)
         writes = NamedWrites(
             client, self.reader, self.at, self.ranks.rank, self.resumed is not None, self.reporter.note
@@ -150,7 +151,7 @@ class Trainer:
         return writes
 
     def _make_guard(self) -> Guard:
-        """Judges the first rank, for all; nothing stops the others."""
+        """The guard of the first rank, which decides for all; those of other ranks have no limits."""
         serve, saver = self.config.serve, self.saver
         guard = Guard(
             serve.guard if self.ranks.first else GuardConfig(),
@@ -169,7 +170,7 @@ class Trainer:
     # --- running ------------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Trains to the end, or until ``stop``. Returns the last report, and why the run ended."""
+        """Train to the end, or until ``stop``; return the last report, with the reason why the run ended."""
         parameters = sum(p.numel() for p in self.model.parameters())
         self.reporter.start(
             step=self.at.step, resumed=self.resumed, world=self.ranks.world_size, model=self.config.model.name,
@@ -178,19 +179,19 @@ class Trainer:
             sources=self.reading.sources,
         )  # fmt: skip
         self.hooks.after_create_session(self.at.step)
-        why = "early_stop" if self._gives_up() else "finished"
+        why = "early_stop" if self._out_of_patience() else "finished"
         begun, first = time.perf_counter(), self.at.samples
         if why == "finished":
             if self.at.restored:
                 self.at.restored = False
-                self.reporter.note(f"goes on with the rows and weights of step {self.at.kept_step:,}, the best so far")
+                self.reporter.note(f"continues with the rows and weights of the best step, {self.at.kept_step:,}")
             unread = self.at.epoch < self.config.train.epochs and not self._rows_read()
             self.stream.restart(self.reader)
             if (self._writes is not None and self._writes.new) or (
                 self.rows.client is not None and self.resumed is None
             ):
-                # So that a run that is killed before its first checkpoint finds the names of its updates, or takes
-                # back what it did on the servers.
+                # If this run is killed before its first checkpoint, the next start finds the names of its updates, or
+                # resets the rows on the servers.
                 self._save(replace=True)
             with Feed(self.config, self.stream, self.rows) as feed:
                 why = self._loop(feed)
@@ -198,10 +199,10 @@ class Trainer:
             if unread and why == "finished" and self.at.samples == first and self.reading.live is None:
                 raise self.reading.no_samples()
         seconds = time.perf_counter() - begun
-        replace = why == "early_stop" and self._take_best()
+        replace = why == "early_stop" and self._restore_best()
         allowed = self.ranks.from_first(self.guard.allows(self.at.step))
         if allowed:
-            self.publishing.round()  # replicas get it while the checkpoint is written
+            self.publishing.round()  # pushed while the checkpoint is written
         path = self._save(last=True, replace=replace)
         if allowed:
             self.publishing.finish()
@@ -216,23 +217,23 @@ class Trainer:
         return result
 
     def _loop(self, feed: Feed) -> str:
-        """Why it ended."""
+        """Train; return the reason why training ended."""
         config, at = self.config, self.at
         batches = Epochs(iter(feed), in_step=feed.in_step)
         mark, mark_samples = time.perf_counter(), at.samples
         rolled_back = self.saver is not None and self.saver.rolled_back
         if self.ranks.from_first((self.exports.first_due or rolled_back) and self.guard.allows(at.step)):
-            self._export()  # replicas can start, and not from what was rolled back
+            self._export()  # so that replicas do not start from a version that was rolled back
         while at.epoch < self.reading.epochs:
             if config.train.max_steps is not None and at.step >= config.train.max_steps:
                 return "max_steps"
             first_part = batches.next_of(at.epoch)
             if first_part or self.ranks.world_size > 1:
                 self.hooks.before_run()
-            records = first_part.records if first_part else None  # of the whole step, which has one batch then
+            records = first_part.records if first_part else None  # if set, the step has only this batch
             with contextlib.nullcontext() if records is None else self.rows.client.records(*records):
                 total, wishes = self._step(batches.parts_of(at.epoch, config.train.accumulate, first_part))
-            if not total and not wishes.goes_on:  # no rank has any more of this epoch
+            if not total and not wishes.has_more:  # the epoch has ended on all ranks
                 at.epoch += 1
                 feed.settle()
                 if not config.eval.every_steps and self._evaluate():
@@ -253,7 +254,7 @@ class Trainer:
             if wishes.report or (total and at.step % config.out.log_steps == 0):
                 now = time.perf_counter()
                 rate = (at.samples - mark_samples) / (now - mark)
-                self._tell(rate)
+                self._send_report(rate)
                 mark, mark_samples = time.perf_counter(), at.samples
             if (due or wishes.evaluate) and self._evaluate():
                 return "early_stop"
@@ -271,8 +272,8 @@ class Trainer:
             return "stopped"
         return "guard" if self.guard.stops and not self.stop() else "interrupted"
 
-    def _tell(self, rate: float) -> None:
-        """Reports, to everybody who wants to know."""
+    def _send_report(self, rate: float) -> None:
+        """Send a report to the reporter, the hooks and the summaries."""
         eta_s = self.report.eta_s(self.at, rate, self.stream.total_rows())
         values = self._values() | {"samples_per_s": rate, "eta_s": eta_s}
         self._marks["report"] = time.monotonic()
@@ -281,12 +282,12 @@ class Trainer:
         self.summaries.progress(values, self.rows)
 
     def _due(self, what: str, every_s: float) -> bool:
-        """Whether something that a run on sources does by the clock is due; the first rank's clock counts."""
+        """Whether a periodic action of a run on live sources is due, by the first rank's clock."""
         live = self.reading.live is not None and self.ranks.first
         return live and every_s > 0 and time.monotonic() - self._marks[what] >= every_s
 
     def _step(self, batches: Iterable[Batch | None]) -> tuple[int, Wishes]:
-        """Samples of all ranks, and what some rank wants to happen then."""
+        """Train one step; return the number of samples on all ranks, and the actions that some rank wants."""
         self._last_batch = None
         self._loss, count = self.learner.learn(self._samples_of(batches), self.at.step + 1)
         save = self.saver is not None and self.saver.wants(self.at.step + 1)
@@ -304,7 +305,7 @@ class Trainer:
             export=export,
             report=self._due("report", self.config.out.log_s),
             evaluate=evaluate,
-            goes_on=self.reading.live is not None and self._last_batch is not None,
+            has_more=self.reading.live is not None and self._last_batch is not None,
         )
         total, *wishes = self.learner.step((count, *map(float, wants)), self.at.step)
         if self._last_batch is not None:
@@ -312,15 +313,15 @@ class Trainer:
         return round(total), Wishes(*(one > 0 for one in wishes))
 
     def _samples_of(self, batches: Iterable[Batch | None]) -> Iterator[Samples | None]:
-        """The samples of each batch of a step, when its turn comes."""
+        """Yield the samples of each batch of a step, and record the batch and its time."""
         for batch in batches:
             if batch is not None:
                 self._last_batch = batch
-                self._tell_time(batch.samples)
+                self._set_time(batch.samples)
             yield None if batch is None else batch.samples
 
-    def _tell_time(self, samples: Samples) -> None:
-        """Sets the time that rows of this step are stamped with."""
+    def _set_time(self, samples: Samples) -> None:
+        """Set the write time of the rows of this step."""
         if not len(samples):
             return
         if samples.time is not None:
@@ -328,10 +329,10 @@ class Trainer:
         elif self._expires:
             self.rows.now_s = int(time.time())
         else:
-            self.rows.now_s = self.at.started_s  # the same however often a run is resumed
+            self.rows.now_s = self.at.started_s  # also after the run was resumed
 
     def _after_run(self, total: int, stop: bool, save: bool) -> tuple[bool, bool]:
-        """Calls the hooks after a step; whether to stop and to save then, which all ranks agree on."""
+        """Call the hooks after a step; return whether to stop and whether to save, the same on all ranks."""
         values: dict[str, Any] = {"loss": self._loss, "samples": total}
         batch = self._last_batch
         if batch is not None and batch.samples.time is not None and len(batch):
@@ -347,13 +348,13 @@ class Trainer:
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def _evaluate(self) -> bool:
-        """Evaluates. Returns whether patience is used up."""
+        """Evaluate; return whether patience is used up."""
         if self.reading.eval is None:
             return False
         values = self.evaluate()
         self._marks["evaluate"] = time.monotonic()
         if not values["samples"]:
-            self.reporter.note("the files of [data] eval gave no samples, so the evaluation says nothing")
+            self.reporter.note("there are no samples in the files of [data] eval, so the evaluation has no result")
         is_best = self.at.judge(self.config.eval.sign * values[self.config.eval.metric])
         self.reporter.evaluated(step=self.at.step, **values, is_best=is_best)
         self.hooks.on_evaluated(self.at.step, values)
@@ -362,13 +363,13 @@ class Trainer:
             self._keep_best()
         if is_best and self.exports.wants_better() and self.ranks.from_first(self.guard.allows(self.at.step)):
             self._export()
-        return self._gives_up()
+        return self._out_of_patience()
 
-    def _gives_up(self) -> bool:
+    def _out_of_patience(self) -> bool:
         return 0 < self.config.eval.patience <= self.at.since_best
 
     def evaluate(self) -> dict[str, Any]:
-        """AUC, logloss, calibration and the like on the evaluation files; no row is made or changed."""
+        """AUC, logloss, calibration and more on the evaluation files; rows are neither created nor changed."""
         assert self.reading.eval is not None
         return evaluate(
             self.reading.eval, self.model, self.rows, self.learner.logits, self.ranks, ahead=self.config.data.ahead(),
@@ -378,33 +379,33 @@ class Trainer:
         )  # fmt: skip
 
     def _keep_best(self) -> None:
-        """Writes a checkpoint that is kept until there is a better one."""
+        """Write a checkpoint that is kept until there is a better one."""
         at = self.at
         before = at.kept_step, at.kept_value
         at.kept_step, at.kept_value = at.step, at.best
         if self._save() is None:
             at.kept_step, at.kept_value = before
 
-    def _take_best(self) -> bool:
-        """Brings back the rows and weights of the best evaluation; whether they are others than those of now."""
+    def _restore_best(self) -> bool:
+        """Restore the rows and weights of the best evaluation; return whether that changed any."""
         at = self.at
         if self.saver is None or at.kept_step in (None, at.step) or at.restored:
             return False
         why_not = self.saver.load_best(self._snapshot(), at, self._files)
         if why_not is not None:
-            self.reporter.note(f"{why_not}; the model stays that of the last step")
+            self.reporter.note(f"{why_not}; the run ends with the model of the last step")
             return False
         at.restored = True
         at.other_changes += 1
         return True
 
     def _rows_read(self) -> int:
-        """Of the files as they are now, on all ranks, up to the last window that was used up."""
+        """The number of rows that all ranks have read from the current files, up to the last complete window."""
         return int(self.ranks.sum(torch.tensor([self.reader["rows"]], device="cpu")))
 
     def _values(self) -> dict[str, Any]:
-        """The values of a report. All ranks call it together."""
-        bad = self.stream.bad_rows if self._exhausted else self.reader["bad"]  # the last ones are behind the last batch
+        """The values of a report. All ranks must call it together."""
+        bad = self.stream.bad_rows if self._exhausted else self.reader["bad"]  # bad rows can follow the last batch
         return self.report.values(self.at, bad) | self.reading.lag(self.ranks)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -416,7 +417,7 @@ class Trainer:
         )  # fmt: skip
 
     def _save(self, *, last: bool = False, replace: bool = False) -> str | None:
-        """Writes a checkpoint and returns its path. A failure is noted; that of the last checkpoint raises."""
+        """Write a checkpoint and return its path. A failure is reported; for the last checkpoint it raises."""
         if self.saver is None:
             return None
         if self.saver.has(self.at.step) and not replace:
@@ -430,10 +431,10 @@ class Trainer:
             path = self.saver.save(snapshot, self.at, self._files)
         except OSError as error:
             what = f"the checkpoint of step {self.at.step:,} could not be written ({error})"
-            newest = self.saver.newest or "none"
+            newest = f"The newest is {self.saver.newest}" if self.saver.newest else "There is no other checkpoint"
             if last:
-                raise OSError(f"{what}, and it was the last; the newest that there is: {newest}") from error
-            text = f"{what}; the run continues and tries again at the next one. The newest is {newest}"
+                raise OSError(f"{what} at the end of the run. {newest}") from error
+            text = f"{what}; the run continues and tries again at the next one. {newest}"
             self.reporter.failed("checkpoint", text)
             return None
         self.reading.acknowledge(self.reader)
@@ -444,21 +445,21 @@ class Trainer:
     # --- exports ------------------------------------------------------------------------------------------------------
 
     def export(self, dir: str | None = None, *, model: str | None = None) -> str:
-        """Writes the model of now for `shoal serve` into a folder, by default ``[serve] dir``; the version's path.
+        """Write the current model for `shoal serve` into a folder, by default ``[serve] dir``; return its path.
 
-        All ranks call it together. It takes raw features and ids; it is there when it is whole.
+        All ranks must call it together. The version takes raw features and ids, and appears once it is complete.
         """
         return self.exports.write(self.at, dir, model)
 
     def _export(self, *, last: bool = False, replace: bool = False) -> None:
-        """Exports into ``[serve] dir``, if it is set. A failure is noted; that of the last export raises."""
+        """Export into ``[serve] dir``, if it is set. A failure is reported; for the last export it raises."""
         serve = self.config.serve
         if serve.dir is None or (self.exports.has(self.at.step) and not replace):
             return
         if last and serve.when_better and not replace and self.exports.newest is not None:
-            return  # what came after the best evaluation is not exported
+            return  # training after the best evaluation is not exported
         if last and serve.when_better and self.at.best is None:
-            self.reporter.note("[serve] when_better: no evaluation came, so nothing was exported")
+            self.reporter.note("[serve] when_better: there was no evaluation, so nothing was exported")
             return
         begun = time.perf_counter()
         try:
@@ -471,18 +472,18 @@ class Trainer:
         self.publishing.exported(int(os.path.basename(path)), self.at.stamp)
         self.reporter.exported(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
 
-    def _begin_anew(self, saver: Saver) -> None:
+    def _start_fresh(self, saver: Saver) -> None:
         moved = saver.move_aside()
         self.reading.forget()
         if moved is not None:
-            self.reporter.note(f"--fresh: the checkpoints that were in {saver.directory} are in {moved} now")
+            self.reporter.note(f"--fresh: the checkpoints of {saver.directory} were moved to {moved}")
         if self.rows.client is not None:
-            self.reporter.note("--fresh: the parameter servers go on with the rows that they hold")
+            self.reporter.note("--fresh: the parameter servers keep their current rows")
 
-    def _begin_with(self, path: str) -> None:
-        """Takes rows and weights of another run, and says which."""
+    def _init_from(self, path: str) -> None:
+        """Load rows and weights from another run, and report which."""
         if self.resumed is not None:
-            self.reporter.note(f"--init-from {path} is left out, since the run resumes from {self.resumed}")
+            self.reporter.note(f"--init-from {path} is ignored, because the run resumes from {self.resumed}")
             return
         for line in warm_start(path, self.config, self.model, self.rows, self.ranks, self.at.started_s):
             self.reporter.note(line)
@@ -495,14 +496,14 @@ class Trainer:
             return None
         self.at = at
         if self.reading.live is not None:
-            at.epoch = min(at.epoch, self.reading.epochs - 1)  # what was idle may go on
+            at.epoch = min(at.epoch, self.reading.epochs - 1)  # a run that ended idle can continue
         self.reader = {**self.reader, **(snapshot.reader or {"epoch": self.at.epoch})}
         if snapshot.metrics:
             self.metrics.load(snapshot.metrics)
         return saver.newest
 
     def close(self) -> None:
-        """Closes the connections to replicas, servers and ranks."""
+        """Close the connections to replicas, servers and ranks."""
         self._opened.close()
         if self.publishing is not None:
             self.publishing.close()
@@ -523,6 +524,6 @@ def trainer(config: Config, **options: Any) -> Iterator[Trainer]:
 
 
 def train(config: Config, **options: Any) -> dict[str, Any]:
-    """Runs a configuration to its end: ``shoal.trainer.train(load_config("criteo.toml"))``."""
+    """Run a configuration to its end, such as ``train(load_config("criteo.toml"))``."""
     with trainer(config, **options) as one:
         return one.run()

@@ -1,4 +1,4 @@
-"""A warm start: rows and weights of another run's checkpoint, as far as they fit this one."""
+"""Warm start: take the rows and weights that fit from another run's checkpoint."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _LISTED = 8
 
 
 def warm_start(path: str, config: Config, model: nn.Module, rows: Rows, ranks: Ranks, now_s: int) -> list[str]:
-    """Takes what fits from a checkpoint of `shoal train`; what was taken, what is new and what was left out, in lines.
+    """Take what fits from a checkpoint of `shoal train`; return lines that list what was taken, is new or left out.
 
-    A tensor fits by its name and shape, a row by its feature, the definition of that, and its dim. Optimizers begin
-    anew. All ranks call it together.
+    A tensor fits if name and shape are equal, a row if its feature, the feature's definition and its dim are equal.
+    Optimizers start fresh. All ranks must call it together.
 
     Raises:
-        ConfigError: there is no checkpoint of `shoal train`.
-        DataError: it is damaged. Nothing was taken.
+        ConfigError: ``path`` is not a checkpoint of `shoal train`.
+        DataError: the checkpoint is damaged; nothing was taken.
     """
     saved, manifest = _open(path)
     identity = manifest.content.get("identity")
     if not isinstance(identity, dict):
         raise ConfigError(f"--init-from: {saved.folder} was not written by `shoal train`")
     saved.verify()
-    told = [f"begins with rows and weights of {saved.folder}, step {manifest.step:,}"]
-    told += _take_dense(read_dense(saved), model)
-    return told + _Moving(config, identity, manifest, rows, ranks, now_s).run(str(saved.folder))
+    report = [f"begins with rows and weights of {saved.folder}, step {manifest.step:,}"]
+    report += _take_dense(read_dense(saved), model)
+    return report + _Moving(config, identity, manifest, rows, ranks, now_s).run(str(saved.folder))
 
 
 def _open(path: str) -> tuple[Saved, Manifest]:
-    """A checkpoint, or the newest whole one of a run's folder."""
+    """The checkpoint at ``path``, or the newest complete one in a run's folder."""
     where = path.rstrip("/") or "/"
     try:
         if os.path.basename(os.path.abspath(where)).startswith("ckpt-"):
@@ -58,7 +58,7 @@ def _open(path: str) -> tuple[Saved, Manifest]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--init-from: {path} is not a checkpoint of `shoal train` ({error})") from None
     if found is None or found.saved is None:
-        why = "there is no whole checkpoint in it" if found is None else found.damage
+        why = "it contains no complete checkpoint" if found is None else found.damage
         raise ConfigError(f"--init-from: {path} is not a checkpoint of `shoal train`: {why}")
     return found.saved, Manifest.of(found.saved)
 
@@ -74,16 +74,16 @@ def _take_dense(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> list[s
         if name not in fits
     ]
     numbers = sum(here[name].numel() for name in fits)
-    told = [f"  taken: {len(fits)} of {len(here)} dense tensors, {numbers:,} numbers"]
+    report = [f"  taken: {len(fits)} of {len(here)} dense tensors, {numbers:,} numbers"]
     if new:
-        told.append(f"  new: {_listed(new)}")
+        report.append(f"  new: {_listed(new)}")
     if gone := sorted(there.keys() - here.keys()):
-        told.append(f"  left out: {_listed(gone)}, which this model does not have")
-    return told
+        report.append(f"  left out: {_listed(gone)}, which this model does not have")
+    return report
 
 
 class _Moving:
-    """The rows of one checkpoint on their way into the tables of a run."""
+    """Copies the rows of one checkpoint into the tables of a run."""
 
     def __init__(
         self, config: Config, identity: Mapping[str, Any], manifest: Manifest, rows: Rows, ranks: Ranks, now_s: int
@@ -120,28 +120,28 @@ class _Moving:
                     continue
                 taken[name] += int(mine.sum())
                 self._assign(self._table_here[name], fid.make_v2(self._here.slot(name), ids[mine]), weights[mine])
-        told = [f"  taken: {sum(taken.values()):,} rows of {len(taken)} features"]
+        report = [f"  taken: {sum(taken.values()):,} rows of {len(taken)} features"]
         if new := [name for name in self._here.sparse if name not in self._there.sparse]:
-            told.append(f"  new: {_listed(new)}, of which there are no rows")
+            report.append(f"  new: {_listed(new)}, of which there are no rows")
         for name, count in left.items():
-            told.append(f"  left out: {count:,} rows of {name}, {why.get(name) or 'which no feature there has'}")
-        told += [f"  new: {name}, {why[name]}" for name in self._here.sparse if why.get(name) and not left[name]]
-        return told
+            report.append(f"  left out: {count:,} rows of {name}, {why.get(name) or 'which has no feature there'}")
+        report += [f"  new: {name}, {why[name]}" for name in self._here.sparse if why.get(name) and not left[name]]
+        return report
 
     def _why_not(self, name: str) -> str:
-        """Why rows of a feature cannot be taken; "" if they can."""
+        """The reason why a feature's rows cannot be taken, or ""."""
         if name not in self._table_here:
             return "which is not a feature of this run"
         there, here = (schema.to_json().get("definitions", {}).get(name) for schema in (self._there, self._here))
         if there != here:
-            return "which is defined in another way here"
+            return "which has another definition here"
         dim = self._dims.get(self._table_there[name])
         if dim is None:
             return "whose rows were on parameter servers"
         return "" if dim == self._dim_here[name] else f"of dim {dim}; here it is {self._dim_here[name]}"
 
     def _by_table(self, folder: str) -> list[str]:
-        """Ids that are given as they are say nothing of features: the rows of tables of the same name are taken."""
+        """Take the rows of tables with the same name: raw ids do not contain the feature."""
         taken, left = Counter[str](), Counter[str]()
         dims = {one.config.name: one.config.dim for one in self._rows.plan}
         for table, batch in open_source(folder).scan():
@@ -150,12 +150,12 @@ class _Moving:
                 continue
             taken[table] += len(batch)
             self._assign(table, torch.from_numpy(batch.ids.copy()), torch.from_numpy(batch.weights.copy()))
-        told = [f"  taken: {count:,} rows of table {name}" for name, count in taken.items()]
-        told += [f"  left out: {count:,} rows of table {name}, which does not fit" for name, count in left.items()]
-        return told
+        report = [f"  taken: {count:,} rows of table {name}" for name, count in taken.items()]
+        report += [f"  left out: {count:,} rows of table {name}, which does not fit" for name, count in left.items()]
+        return report
 
     def _assign(self, table: str, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Every rank gives its share: over ranks and on servers, too, a row is written once."""
+        """Write this rank's share of the rows, so that each row is written once, also over ranks and on servers."""
         world, rank = self._ranks.world_size, self._ranks.rank
         self._rows.tables[table].assign(ids[rank::world], weights[rank::world], req_time=self._now_s)
 

@@ -10,10 +10,10 @@ from shoal.train.loop.saving import Progress
 
 
 class NamedWrites:
-    """The updates of one rank on servers that other trainers use, too, and that do not go back to its checkpoint.
+    """Names one rank's updates on servers that other trainers share and that are not reset to its checkpoint.
 
-    Goes on with the writes behind those in the ``reader`` state of a checkpoint, which it takes out; servers leave out
-    what they have applied.
+    Numbers continue after those in the ``reader`` state of a checkpoint, from which they are removed; servers skip
+    updates that they have already applied.
     """
 
     def __init__(
@@ -24,26 +24,27 @@ class NamedWrites:
         had = None if not resumed or numbers is None else len(numbers)
         if resumed and had != client.num_ps:
             what = "ranks" if had is None else "parameter servers"
-            note(f"the checkpoint is of another number of {what}: updates of files since then may be applied twice")
+            note(f"the number of {what} has changed since the checkpoint; updates since then may be applied twice")
             numbers = None
         self.new = numbers is None
-        """Whether it begins with names that no checkpoint has."""
+        """Whether the names are not in any checkpoint yet."""
         again = f"/{at.run:x}" if self.new and resumed else ""
         self._writer = reader.pop("writer", None) or f"{at.name}/{rank}{again}"
         client.continue_writes(self._writer, numbers or [0] * client.num_ps)
 
     def follow(self, live: Any, train: TrainConfig) -> None:
-        """Names updates by the records of the sources where that can be, so that another run may go on with them."""
+        """Name updates by the records of the sources if possible, so that another run can continue them."""
         what = (
             "steps of several batches" if train.accumulate > 1 else "a run with a staleness" if train.staleness else ""
         )
         if what or not live.learn_by_partition(self._client):
             what = what or "these sources"
             self._note(
-                f"updates of {what} are named by this run and its batches: it must be started again with its out.dir"
+                f"updates of {what} are named after this run and its batches; to continue them, restart it with the "
+                "same [out] dir"
             )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps with the state of the reader."""
+        """The values that a checkpoint keeps with the state of the reader."""
         self._client.flush()
         return {"writes": self._client.write_numbers(), "writer": self._writer}

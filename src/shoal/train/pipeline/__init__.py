@@ -1,1 +1,1 @@
-"""Stages of a model that work off micro-batches in turn."""
+"""Pipeline parallelism: a model's stages process micro-batches in turn."""

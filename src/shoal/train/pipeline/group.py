@@ -1,8 +1,8 @@
-"""The pipeline over a process group, on torch's own stages and schedules.
+"""A pipeline over a process group, built on torch's stages and schedules.
 
-Two things are added to them. A stage that raises continues with zeros so that its neighbours are not left waiting, and
-the flag exchanged after the step makes every rank raise. Micro-batches of unequal size travel padded to the largest;
-each stage cuts the padding off before its layers and puts it back after, so layers and losses never see it.
+It adds two things to them. A stage that raises continues with zeros so that its neighbours do not wait, and the flag
+exchanged after the step makes every rank raise. Micro-batches of unequal size are padded to the largest one; each stage
+removes the padding before its layers and adds it again afterwards, so layers and losses never see it.
 """
 
 import time
@@ -24,12 +24,12 @@ Meta = tuple[tuple[int, ...], torch.dtype]
 
 
 class _Guarded(nn.Module):
-    """A stage's layers on the rows that are real; after a failure, zeros in the shape of what is due."""
+    """Runs a stage's layers on the rows without padding; after a failure, returns zeros of the expected shape."""
 
     def __init__(self, owner: "GroupPipeline", stage: int, layers: list[nn.Module]) -> None:
         super().__init__()
         self.body = nn.Sequential(*layers)
-        self.owner = [owner]  # in a list: not a submodule
+        self.owner = [owner]  # in a list, so that it is not registered as a submodule
         self.stage = stage
         self.chunk = 0
         self.taken: Meta | None = None
@@ -47,7 +47,7 @@ class _Guarded(nn.Module):
                 if self.stage == owner.last and (y.ndim == 0 or len(y) != rows):
                     return y
                 if tuple(y.shape[1:]) != shape[1:] or len(y) != rows or y.dtype != dtype:
-                    raise ValueError(f"gave {tuple(y.shape)} {y.dtype} where {shape} {dtype} was due")
+                    raise ValueError(f"the output must be {shape} {dtype}, got {tuple(y.shape)} {y.dtype}")
                 return y if rows == shape[0] else torch.cat([y, y.new_zeros(shape[0] - rows, *shape[1:])])
             except Exception as error:
                 owner.fail(self.stage, f"F{self.chunk}", error)
@@ -56,7 +56,7 @@ class _Guarded(nn.Module):
 
 
 class GroupPipeline:
-    """The stages of this rank and the schedule that runs them; made by ``PipelineRunner``."""
+    """The stages of this rank and the schedule that runs them; created by ``PipelineRunner``."""
 
     def __init__(self, runner: "PipelineRunner", group: Any, schedule_class: type | None) -> None:
         from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
@@ -69,7 +69,7 @@ class GroupPipeline:
         config = runner.config
         self.last = config.num_stages - 1
         if schedule_class is None:
-            fits = config.num_micro_batches >= config.num_stages  # torch's 1F1B refuses fewer
+            fits = config.num_micro_batches >= config.num_stages  # torch's 1F1B needs at least one per stage
             schedule_class = Schedule1F1B if config.schedule == "1f1b" and fits else ScheduleGPipe
         self.schedule_class: Any = schedule_class
         self.multi = issubclass(schedule_class, PipelineScheduleMulti)
@@ -98,7 +98,7 @@ class GroupPipeline:
                 f"PipelineRunner: num_stages must be a multiple of the group's {world} ranks, got {stages}"
             )
         if self.schedule_class.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
-            return [s if s < world else stages - 1 - s for s in range(stages)]  # torch's V
+            return [s if s < world else stages - 1 - s for s in range(stages)]  # torch's V-shaped placement
         return [s % world for s in range(stages)]
 
     def _device(self) -> torch.device:
@@ -121,7 +121,7 @@ class GroupPipeline:
         if self.last in self.local:
             assert target is not None
             self.target = target.to(self.device).split(self.sizes)
-            kwargs["target"] = torch.arange(len(self.sizes), device="cpu")  # the loss looks its rows up itself
+            kwargs["target"] = torch.arange(len(self.sizes), device="cpu")  # `_loss` takes the rows from self.target
         if self._schedule is not None:
             assert isinstance(self.ranks, ProcessGroup)
             with named_errors("a pipeline step", self.rank), self.ranks.watch.naming("a pipeline step"):
@@ -129,12 +129,12 @@ class GroupPipeline:
         return self._finish()
 
     def _share(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, as JSON: nothing that a peer sends is unpickled."""
+        """Every rank's value, by rank. They are sent as JSON, so nothing from a peer is unpickled."""
         with named_errors("an agreement of the pipeline's stages", self.rank):
             return self.ranks.gather(value)
 
     def _agree_on_batch(self, inputs: Tensor | None, target: Tensor | None) -> None:
-        """Sizes and weights on all ranks, or the same ``PipelineError`` on all, before any data moves."""
+        """Set sizes and weights on all ranks, or raise the same ``PipelineError`` on all, before any data moves."""
         problem = described = rows = None
         if 0 in self.local:
             if inputs is None or inputs.ndim == 0:
@@ -164,7 +164,7 @@ class GroupPipeline:
         return torch.cat(pieces)
 
     def _build(self) -> None:
-        """Stages and schedule for micro-batches of this shape; what each stage gives out is agreed on first."""
+        """Build stages and schedule for micro-batches of this shape; ranks first exchange each stage's output shape."""
         if self._built_for == self.input_meta:
             return
         from torch.distributed.pipelining import PipelineStage
@@ -214,7 +214,7 @@ class GroupPipeline:
         return output.sum() * 0
 
     def _watch(self, stage: Any, guard: _Guarded) -> None:
-        """Records what the stage does and keeps its failures from stopping its neighbours."""
+        """Record the stage's actions, and keep its failures from stopping its neighbours."""
         stage.forward_one_chunk = self._recorded(stage.forward_one_chunk, guard, "F", stage)
         stage.backward_one_chunk = self._recorded(stage.backward_one_chunk, guard, "B", stage)
         stage.backward_weight_one_chunk = self._recorded(stage.backward_weight_one_chunk, guard, "W", stage)
@@ -272,14 +272,14 @@ def _example(meta: Meta, *, grad: bool) -> Tensor:
 
 
 def infer(body: nn.Module, meta: Meta, device: torch.device) -> Meta:
-    """Shape and dtype of what ``body`` gives, without touching its parameters, buffers or random state."""
+    """Shape and dtype of ``body``'s output, without touching its parameters, buffers or random state."""
     shape, dtype = meta
     state = {**dict(body.named_parameters()), **dict(body.named_buffers())}
     try:
         with torch.no_grad():
             fake = {name: t.to("meta") for name, t in state.items()}
             out = torch.func.functional_call(body, fake, (torch.empty(shape, dtype=dtype, device="meta"),))
-    except Exception:  # an op without a meta kernel, or one that looks at values
+    except Exception:  # an op without a meta kernel, or one that reads values
         copies = {name: t.detach().clone() for name, t in state.items()}
         devices = [device] if device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices):

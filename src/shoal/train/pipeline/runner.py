@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a list of layers cut into stages that work off micro-batches in a schedule's order."""
+"""Run a list of layers as pipeline stages that process micro-batches in a schedule's order."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Trace = list[tuple[int, str, float, float]]
 class StepOutput:
     """One step's ``loss`` (mean over micro-batches), their ``losses`` and the joined ``outputs``, all detached.
 
-    On ranks that have none they are None, ``[]`` and None.
+    On ranks without the last stage they are None, ``[]`` and None.
     """
 
     loss: Tensor | None
@@ -31,17 +31,17 @@ class PipelineRunner:
     """Runs forward and backward of ``layers`` as a pipeline; gradients stay in the parameters for your optimizer.
 
     Args:
-        layers: the whole list of modules, on every rank; each takes and gives one tensor.
+        layers: all modules, on every rank; each takes and returns one tensor.
         loss_fn: ``loss_fn(output, target) -> scalar``; the step's loss is its mean over micro-batches.
-        group: None runs all stages in this process; a process group makes stage = group rank, on
-            torch's own pipelining. Then only stage 0 gives ``inputs`` and only the last stage ``target``.
+        group: None runs all stages in this process. With a process group, rank i runs stage i on torch's pipelining;
+            only stage 0 passes ``inputs`` and only the last stage passes ``target``.
         devices: one device per stage.
-        splits: the stages; ``split_into_stages`` unless given.
-        allow_uneven: a batch that ``num_micro_batches`` does not divide is cut into balanced sizes, each loss weighted
-            by its share of rows.
-        return_loss: ``"all"`` gives the last stage's loss to every rank.
-        schedule_class: a schedule of torch's pipelining; the interleaved and zero-bubble ones take
-            ``num_stages`` as a multiple of the group's size.
+        splits: the stages; by default ``split_into_stages``.
+        allow_uneven: split a batch that is not divisible by ``num_micro_batches`` into balanced sizes, and weight each
+            loss by its share of rows.
+        return_loss: ``"all"`` returns the last stage's loss on every rank.
+        schedule_class: a schedule from torch's pipelining; for interleaved and zero-bubble ones ``num_stages`` must be
+            a multiple of the group's size.
 
     ``last_trace`` lists the last step's ``(stage, action, start, end)`` on one monotonic clock. Layers such as
     BatchNorm see micro-batches, not the batch.
@@ -81,7 +81,7 @@ class PipelineRunner:
         else:
             if schedule_class is not None:
                 raise ConfigError(
-                    "PipelineRunner: schedule_class is torch's and needs a group; without one use config.schedule"
+                    "PipelineRunner: schedule_class needs a process group; without one use config.schedule"
                 )
             self._place(range(config.num_stages))
 
@@ -97,33 +97,37 @@ class PipelineRunner:
                     layer.to(self.devices[stage])
 
     def step(self, inputs: Tensor | None = None, target: Tensor | None = None) -> StepOutput:
-        """One forward and backward over the batch.
+        """Run forward and backward over the batch.
 
         Raises:
-            PipelineError: the batch does not divide, or a stage raised (its name and exception are given); with a
-                group, on all its ranks.
+            PipelineError: the batch is not divisible, or a stage failed (the message has its number and exception);
+                with a group, on all its ranks.
         """
         self.last_trace = []
         if self._remote is not None:
             return self._remote.step(inputs, target)
         if inputs is None or target is None:
-            raise PipelineError("PipelineRunner.step: one process holds all stages, so it needs inputs and target")
+            raise PipelineError("PipelineRunner.step: inputs and target must both be given when there is no group")
         if inputs.ndim == 0 or target.ndim == 0:
             raise PipelineError("PipelineRunner.step: inputs and target must have rows along dim 0, got a scalar")
         sizes = self.micro_batch_sizes(len(inputs), len(target))
         return _LocalStep(self, inputs, target, sizes).run()
 
     def micro_batch_sizes(self, rows: int, target_rows: int | None = None) -> list[int]:
-        """Rows of each micro-batch; ``PipelineError`` if the batch cannot be cut."""
+        """The number of rows in each micro-batch; ``PipelineError`` if the batch cannot be split."""
         parts = self.config.num_micro_batches
         if target_rows is not None and rows != target_rows:
-            raise PipelineError(f"PipelineRunner.step: inputs have {rows} rows, target has {target_rows}")
+            raise PipelineError(
+                f"PipelineRunner.step: inputs and target must have equally many rows, got {rows} and {target_rows}"
+            )
         if rows < parts:
-            raise PipelineError(f"PipelineRunner.step: a batch of {rows} rows cannot fill {parts} micro-batches")
+            raise PipelineError(
+                f"PipelineRunner.step: a batch must have at least one row per micro-batch ({parts}), got {rows}"
+            )
         if rows % parts and not self.allow_uneven:
             raise PipelineError(
-                f"PipelineRunner.step: a batch of {rows} rows is not divisible by {parts} micro-batches; pad it, or "
-                "pass allow_uneven=True"
+                f"PipelineRunner.step: the batch's rows must be divisible by {parts} micro-batches, got {rows}; pad "
+                "the batch, or pass allow_uneven=True"
             )
         return shard_sizes(rows, parts)
 
@@ -152,8 +156,8 @@ class _LocalStep:
         self.inputs = inputs.split(sizes)
         self.target = target.split(sizes)
         self.weights = [n / sum(sizes) for n in sizes]
-        self.forwarded: dict[tuple[int, int], Tensor] = {}  # what stage s takes in for micro-batch m
-        self.returned: dict[tuple[int, int], Tensor | None] = {}  # the gradient of what stage s gave out
+        self.forwarded: dict[tuple[int, int], Tensor] = {}  # inputs of stage s for micro-batch m
+        self.returned: dict[tuple[int, int], Tensor | None] = {}  # gradients of stage s's outputs
         self.saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
@@ -220,14 +224,14 @@ class _LocalStep:
 
 
 def writable(taken: Tensor, layers: Sequence[nn.Module]) -> Tensor:
-    """What a stage took in as its layers may use it: autograd refuses to change a leaf, as an in-place ReLU does."""
+    """A stage's input, cloned if a layer works in place, which autograd does not allow on a leaf."""
     if taken.requires_grad and any(getattr(m, "inplace", False) for layer in layers for m in layer.modules()):
         return taken.clone()
     return taken
 
 
 def weighted_mean(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The mean over equal micro-batches is exact: one sum, one division."""
+    """The weighted mean; for equal weights one sum and one division, without rounded weights."""
     stacked = torch.stack([loss.detach() for loss in losses])
     if len(set(weights)) == 1:
         return stacked.sum() / len(losses)

@@ -1,4 +1,4 @@
-"""Where a model is cut into pipeline stages, and in which order a stage works off its micro-batches."""
+"""Split a model into pipeline stages, and order a stage's work on micro-batches."""
 
 import itertools
 import math
@@ -67,15 +67,15 @@ def split_into_stages(num_layers: int, num_stages: int) -> list[PipelineStage]:
 
 
 def split_by_cost(costs: Sequence[float], num_stages: int) -> list[PipelineStage]:
-    """Contiguous stages, none empty, with the smallest possible largest sum of ``costs``; earliest cuts among equals.
+    """Contiguous, non-empty stages that minimize the largest sum of ``costs`` of a stage; ties go to the earliest cuts.
 
-    Sums are exact on the decimals that were written, so 0.1 + 0.2 ties with 0.3. Cost: ``O(S * L^2)`` for S stages of L
-    layers.
+    Sums are exact on the decimal form of the costs, so 0.1 + 0.2 ties with 0.3. Takes ``O(S * L^2)`` time for S stages
+    and L layers.
     """
     count = len(costs)
     _check_counts(count, num_stages, "split_by_cost")
-    prefix = list(itertools.accumulate(_whole(costs), initial=0))
-    # best[s][i]: the smallest largest sum of layers i.. in s stages
+    prefix = list(itertools.accumulate(_as_integers(costs), initial=0))
+    # best[s][i]: the smallest possible largest sum when layers i.. form s stages
     best: list[list[float]] = [[math.inf] * (count + 1) for _ in range(num_stages + 1)]
     best[0][count] = 0
     for s in range(1, num_stages + 1):
@@ -89,20 +89,20 @@ def split_by_cost(costs: Sequence[float], num_stages: int) -> list[PipelineStage
     return _stages(cuts)
 
 
-def _whole(costs: Sequence[float]) -> list[int]:
-    """The costs as whole numbers of one unit."""
+def _as_integers(costs: Sequence[float]) -> list[int]:
+    """The costs as multiples of one common unit."""
     try:
         exact = [Fraction(c) if isinstance(c, int) else Fraction(repr(float(c))) for c in costs]
     except (TypeError, ValueError):
         exact = []
     if len(exact) != len(costs) or any(c < 0 for c in exact):
-        raise ConfigError("split_by_cost: costs must be finite numbers that are not negative")
+        raise ConfigError(f"split_by_cost: costs must be finite numbers >= 0, got {list(costs)}")
     unit = math.lcm(*(c.denominator for c in exact))
     return [int(c * unit) for c in exact]
 
 
 def schedule_actions(kind: str, num_stages: int, num_micro_batches: int, stage: int) -> list[str]:
-    """What one stage does in one step: ``F<i>`` and ``B<i>``.
+    """The actions of one stage in one step: ``F<i>`` (forward) and ``B<i>`` (backward) of micro-batch i.
 
     Example:
         >>> " ".join(schedule_actions("1f1b", 3, 4, 0))

@@ -1,1 +1,1 @@
-"""Guard rails of a run: when its pushes stop by themselves, and how it is rolled back to an earlier checkpoint."""
+"""Guard rails of a run: stop its pushes automatically, and roll it back to an earlier checkpoint."""

@@ -1,4 +1,4 @@
-"""``[serve.guard]``: the bands in which a model must be to be pushed and exported."""
+"""``[serve.guard]``: the limits that a model must meet to be pushed and exported."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from shoal.train.loop.table_config import at_least
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardConfig:
-    """``[serve.guard]``. Without a limit there is no guard. A run that leaves a band stops pushing and exporting."""
+    """``[serve.guard]``: a run that violates a limit stops pushing and exporting. Without limits there is no guard."""
 
     min_auc: float | None = None
-    """The least AUC of the last ``window`` samples, each predicted before it was learnt."""
+    """The lowest allowed AUC of the last ``window`` samples, each predicted before training on it."""
     calibration: tuple[float, float] | None = None
-    """The band of the mean prediction over the mean label of the same samples, such as [0.8, 1.25]."""
+    """The band for the mean prediction over the mean label of the same samples, such as [0.8, 1.25]."""
     max_changed_rows: float | None = None
-    """The largest share of all rows that may have changed since the round of pushes before."""
+    """The largest share of all rows that may have changed since the last round of pushes."""
     window: int = 20_000
-    """Samples that are judged, the newest ones, once there are as many. Lower it to stop earlier; raise it when chance
-    trips the guard."""
+    """The number of newest samples that are judged, once there are that many. Lower it to stop earlier; raise it when
+    the guard trips by chance."""
     min_samples: int = 100_000
-    """Nothing is judged before the run has learnt as many samples, since a new model is not good at once."""
+    """The guard does nothing before the run has trained on this many samples, because a new model is not good yet."""
     training: Literal["continue", "stop"] = "continue"
-    """What the run does when the guard trips: it learns on without pushing, or it ends with exit code 3."""
+    """When the guard trips, the run continues to train without pushing, or ends with exit code 3."""
     resume: Literal["rollback", "recovered"] = "rollback"
-    """When pushes begin again: after `shoal rollback`, or as soon as all values are back in their bands."""
+    """When pushes resume: after `shoal rollback`, or as soon as all values are back in their bands."""
 
     def __post_init__(self) -> None:
         at_least("serve.guard", self, window=1, min_samples=1, min_auc=0, max_changed_rows=0)
@@ -37,13 +37,13 @@ class GuardConfig:
         if self.calibration is not None:
             if len(self.calibration) != 2:
                 raise ConfigError(
-                    "[serve.guard] calibration must be two numbers, the least and the largest, such as [0.8, 1.25], "
+                    "[serve.guard] calibration must be two numbers, the lowest and the highest, such as [0.8, 1.25], "
                     f"got {list(self.calibration)}"
                 )
             least, most = self.calibration
             if not 0 <= least < most < math.inf:
                 raise ConfigError(
-                    "[serve.guard] calibration must be two rising numbers >= 0, such as [0.8, 1.25], "
+                    "[serve.guard] calibration must be two increasing numbers >= 0, such as [0.8, 1.25], "
                     f"got {list(self.calibration)}"
                 )
 

@@ -1,4 +1,4 @@
-"""`Guard`: stops the pushes and exports of a run when it leaves its bands, and remembers that over restarts."""
+"""`Guard`: stops the pushes and exports of a run that violates its limits, also after a restart."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from shoal.train.loop.guard.config import GuardConfig
 from shoal.train.loop.guard.judge import Measures, judge, measure
 
 FILE = "guard.json"
-"""In ``[out] dir`` while the guard has tripped: why, when, and which checkpoints there were."""
+"""The file in ``[out] dir`` that holds the `Trip` while the guard has tripped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trip:
-    """What made a guard stop the pushes."""
+    """Why and when a guard stopped the pushes."""
 
     reason: str
     step: int
     at: float
     """Unix seconds."""
     checkpoints: list[int] = field(default_factory=list)
-    """Steps of the whole checkpoints at that moment; they stay until the run is rolled back."""
+    """Steps of the complete checkpoints at that moment; they are kept until the run is rolled back."""
     measures: dict[str, Any] = field(default_factory=dict)
 
 
 def read_trip(folder: str | None) -> Trip | None:
-    """The trip that a run in ``[out] dir`` is in; None where its guard has not tripped."""
+    """The trip of the run in ``[out] dir``; None if its guard has not tripped."""
     if folder is None:
         return None
     path = os.path.join(folder, FILE)
@@ -47,27 +47,27 @@ def read_trip(folder: str | None) -> Trip | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path} cannot be read ({error}); remove it if pushes may begin again") from None
+        raise DataError(f"{path} cannot be read ({error}); remove it if pushes may resume") from None
 
 
 def clear_trip(folder: str) -> None:
-    """Forgets the trip of a run: pushes begin again at its next start."""
+    """Forget the trip of a run, so that pushes resume at its next start."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, FILE))
 
 
 class Guard:
-    """Asked before each push and each export of the first rank, whose samples and rows it judges.
+    """Decides before each push and export on the first rank, from the samples and rows of that rank.
 
     Args:
-        limits: the bands; without one everything is allowed.
-        learnt: samples of the run so far.
-        recent: the newest predictions: (logits, labels) of at most so many samples.
-        changed_rows: the share of rows that changed since the last round; None where that is not known.
-        folder: ``[out] dir``, where a trip is remembered.
-        checkpoints: the steps of the whole checkpoints now.
-        alert: is told of a trip, and of its end.
-        every_s: values that left their bands are looked at again after this time.
+        limits: the bands; without any, everything is allowed.
+        learnt: returns the number of samples of the run so far.
+        recent: returns the newest predictions, (logits, labels) of at most the given number of samples.
+        changed_rows: returns the share of rows that changed since the last round; None if unknown.
+        folder: ``[out] dir``, where a trip is stored.
+        checkpoints: returns the steps of the complete checkpoints.
+        alert: called with a text when the guard trips or recovers.
+        every_s: how long to wait before values outside their bands are checked again.
     """
 
     def __init__(
@@ -92,22 +92,22 @@ class Guard:
 
     @property
     def stops(self) -> bool:
-        """Whether the run is to end."""
+        """Whether the run must end."""
         return self.trip is not None and self.limits.training == "stop"
 
     @property
     def pinned(self) -> list[int]:
-        """Checkpoints that must stay, for a roll-back."""
+        """Steps whose checkpoints must be kept for a roll-back."""
         return [] if self.trip is None else self.trip.checkpoints
 
     @property
     def _how(self) -> str:
         if self.limits.resume == "recovered":
-            return "; they begin again when the values are back in their bands"
-        return "; `shoal rollback CONFIG` brings an earlier checkpoint back and begins again"
+            return "; they resume when the values are back in their bands"
+        return "; run `shoal rollback CONFIG` to return to an earlier checkpoint and resume them"
 
     def allows(self, step: int) -> bool:
-        """Whether what was learnt up to a step may be pushed and exported."""
+        """Whether the model of a step may be pushed and exported."""
         if not self.limits.active:
             return True
         if self.trip is not None and (self.limits.resume == "rollback" or time.monotonic() < self._next_at):
@@ -128,19 +128,19 @@ class Guard:
         if self._folder is not None:
             write_whole(os.path.join(self._folder, FILE), json.dumps(_plain(asdict(self.trip)), indent=1))
         emit_counter("shoal_train_guard_trips", 1)
-        end = "the run ends" if self.stops else "training goes on"
-        self._alert(f"pushes and exports stopped at step {step:,}: {reason}; replicas keep what they have, "
+        end = "the run ends" if self.stops else "training continues"
+        self._alert(f"pushes and exports stopped at step {step:,}: {reason}; replicas keep their current model, "
                     f"{end}{self._how}")  # fmt: skip
 
     def _recovered(self, step: int) -> None:
         self.trip = None
         if self._folder is not None:
             clear_trip(self._folder)
-        self._alert(f"pushes and exports begin again at step {step:,}: all values are back in their bands")
+        self._alert(f"pushes and exports resume at step {step:,}: all values are back in their bands")
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it, which has no infinities."""
+    """``value`` with NaN and infinities as text, because JSON does not have them."""
     if isinstance(value, float):
         return value if np.isfinite(value) else str(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Whether what a run has learnt may be pushed: a pure function of what was measured, which gives its reason."""
+"""Decide whether a model may be pushed: a pure function of measurements that returns its reason."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from shoal.train.loop.measure.metrics import exact_auc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """What the guard looks at."""
+    """The measurements that the guard judges."""
 
     learnt: int = 0
-    """Samples that the run has learnt."""
+    """Samples that the run has trained on."""
     samples: int = 0
-    """In the window."""
+    """Samples in the window."""
     auc: float = float("nan")
-    """NaN where the window has one class alone."""
+    """AUC of the window; NaN if it has only one class."""
     calibration: float = float("nan")
-    """Mean prediction over mean label: infinite where nothing happened, NaN without samples."""
+    """Mean prediction over mean label: infinite without positives, NaN without samples."""
     changed_rows: float | None = None
-    """The share of all rows that changed since the last round; None where that is not known."""
+    """The share of all rows that changed since the last round; None if unknown."""
 
 
 def measure(learnt: int, logits: np.ndarray, labels: np.ndarray, changed_rows: float | None) -> Measures:
@@ -42,25 +42,25 @@ def measure(learnt: int, logits: np.ndarray, labels: np.ndarray, changed_rows: f
 
 
 def judge(limits: GuardConfig, found: Measures) -> str:
-    """Why this must not be pushed; "" where it may be.
+    """Why the model must not be pushed; "" if it may be.
 
-    Before ``min_samples`` were learnt and the window is full nothing is judged. A value that is not known (NaN, None)
-    trips no limit, except that of a window without a single positive, whose calibration is infinite.
+    Everything is allowed until the run has trained on ``min_samples`` and the window is full. An unknown value (NaN,
+    None) does not violate a limit. A window without positives does: its calibration is infinite.
 
     >>> judge(GuardConfig(min_auc=0.7), Measures(learnt=10**6, samples=20000, auc=0.52))
     'the AUC of the last 20,000 samples is 0.5200, below min_auc = 0.7'
     """
     if found.learnt < limits.min_samples or found.samples < limits.window:
         return ""
-    of = f"of the last {found.samples:,} samples"
+    window = f"of the last {found.samples:,} samples"
     reasons = []
     if limits.min_auc is not None and found.auc < limits.min_auc:
-        reasons.append(f"the AUC {of} is {found.auc:.4f}, below min_auc = {limits.min_auc:g}")
+        reasons.append(f"the AUC {window} is {found.auc:.4f}, below min_auc = {limits.min_auc:g}")
     if limits.calibration is not None:
         least, most = limits.calibration
         if found.calibration < least or found.calibration > most:
             reasons.append(
-                f"the calibration {of} is {found.calibration:.3f}, outside of calibration = [{least:g}, {most:g}]"
+                f"the calibration {window} is {found.calibration:.3f}, outside of calibration = [{least:g}, {most:g}]"
             )
     share = found.changed_rows
     if limits.max_changed_rows is not None and share is not None and share > limits.max_changed_rows:

@@ -1,8 +1,8 @@
-"""Rolling a run back: its later checkpoints are moved aside, and its next start resumes from an earlier one.
+"""Roll a run back: move its later checkpoints aside, so that its next start resumes from an earlier one.
 
-Rows, weights and rows on parameter servers are those of the earlier checkpoint then; replicas are sent what differs.
-Reading goes on where the run was, so that the samples that did the damage are not learnt again, unless a replay is
-asked for.
+Weights and rows, also those on parameter servers, are then those of the earlier checkpoint; replicas are sent the
+differences. Reading continues where the run was, so that it does not train on the bad samples again, unless a replay
+is requested.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.table.checkpoint.manifest import Manifest
 from shoal.train.loop.guard.guard import Trip, clear_trip, read_trip
 
 FILE = "rollback.json"
-"""In ``[out] dir`` from a roll-back until the next checkpoint: where to read on."""
+"""The file in ``[out] dir`` that says where to continue reading, from a roll-back until the next checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,21 +35,21 @@ class SavedStep:
     created: str = ""
     samples: int = 0
     damage: str = ""
-    """"" for a whole one."""
+    """The damage; "" for a complete checkpoint."""
     tripped: bool = False
     """Whether it was written after the guard had stopped the pushes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolledBack:
-    """What a roll-back did."""
+    """The result of a roll-back."""
 
     step: int
     reason: str
     moved: list[int]
     """Steps whose checkpoints were moved aside."""
     aside: str | None
-    """Where they are now."""
+    """The folder that they were moved to."""
 
 
 def saved_steps(folder: str) -> list[SavedStep]:
@@ -70,57 +70,59 @@ def saved_steps(folder: str) -> list[SavedStep]:
 
 
 def choose(saved: Sequence[SavedStep], trip: Trip | None, to: int | None) -> tuple[int, str]:
-    """(the step to go back to, why that one).
+    """The step to go back to, and the reason for it.
 
     Raises:
-        ConfigError: there is no such checkpoint, or none that could be chosen.
+        ConfigError: there is no such checkpoint, or no suitable one.
     """
-    whole = [one for one in saved if not one.damage]
-    steps = ", ".join(f"{one.step:,}" for one in whole) or "none"
+    complete = [one for one in saved if not one.damage]
+    steps = ", ".join(f"{one.step:,}" for one in complete) or "none"
     if to is not None:
         given = next((one for one in saved if one.step == to), None)
         if given is None:
-            raise ConfigError(f"there is no checkpoint of step {to:,}; whole ones are of steps {steps}")
+            raise ConfigError(f"there is no checkpoint of step {to:,}; steps with complete checkpoints: {steps}")
         if given.damage:
-            raise ConfigError(f"the checkpoint of step {to:,} is damaged ({given.damage}); whole ones: {steps}")
-        return to, "it was asked for"
+            raise ConfigError(
+                f"the checkpoint of step {to:,} is damaged ({given.damage}); steps with complete checkpoints: {steps}"
+            )
+        return to, "it was requested"
     if trip is None:
-        raise ConfigError(
-            f"the guard has not stopped the pushes, so name the step to go back to: --to STEP, one of {steps}"
-        )
-    before = [one.step for one in whole if not one.tripped]
+        raise ConfigError(f"the guard has not tripped; pass the step to go back to: --to STEP, one of {steps}")
+    before = [one.step for one in complete if not one.tripped]
     if not before:
-        raise ConfigError(f"no whole checkpoint is left from before step {trip.step:,}, where the guard tripped")
+        raise ConfigError(f"there is no complete checkpoint from before step {trip.step:,}, where the guard tripped")
     return before[-1], f"it is the newest from before step {trip.step:,}, where the guard tripped"
 
 
 def roll_back(folder: str, to: int | None = None, *, replay: bool = False) -> RolledBack:
-    """Makes an earlier checkpoint the newest one of a run that is not running.
+    """Make an earlier checkpoint the newest one of a run that is not running.
 
     Args:
         folder: ``[out] dir`` of the run.
-        to: the step; by default that of the newest checkpoint from before the guard tripped.
-        replay: the samples since then are read again. By default reading goes on where it was.
+        to: the step of that checkpoint; by default the newest one from before the guard tripped.
+        replay: read the samples since then again. By default reading continues where it was.
 
     Raises:
-        ConfigError: a trainer runs there, or there is no such checkpoint; nothing was changed.
+        ConfigError: a trainer is running there, or there is no such checkpoint; nothing was changed.
     """
     if not os.path.isdir(folder):
-        raise ConfigError(f"{folder} must be the [out] dir of a run; there is no such folder")
+        raise ConfigError(f"{folder} must be the [out] dir of a run, but there is no such folder")
     with running(folder) as alone:
         if not alone:
-            raise ConfigError(f"a trainer is running in {folder}; stop it first, or use `shoal up`, which does so")
+            raise ConfigError(f"a trainer is running in {folder}; stop it first, or use `shoal up`, which stops it")
         saved, trip = saved_steps(folder), read_trip(folder)
         step, reason = choose(saved, trip, to)
         later = [one for one in saved if one.step > step]
-        whole = [one for one in later if not one.damage]
-        aside = _free_folder(folder) if later else None
-        reads_on = os.path.join(os.path.basename(aside), os.path.basename(whole[-1].path)) if whole and aside else None
-        content = {"to": step, "at": time.time(), "reader": None if replay else reads_on}
+        complete = [one for one in later if not one.damage]
+        aside = folder_aside(folder) if later else None
+        position = None  # the checkpoint, relative to ``folder``, whose reader states to continue with
+        if complete and aside and not replay:
+            position = os.path.join(os.path.basename(aside), os.path.basename(complete[-1].path))
+        content = {"to": step, "at": time.time(), "reader": position}
         write_whole(os.path.join(folder, FILE), json.dumps(content, indent=1))
         if aside is not None:
             os.mkdir(aside)
-            for one in reversed(later):  # a run that starts in between takes up one that it had
+            for one in reversed(later):  # newest first, so that a run that starts meanwhile can resume
                 move_folder(one.path, os.path.join(aside, os.path.basename(one.path)))
             sync_folder(aside)
         clear_trip(folder)
@@ -128,7 +130,8 @@ def roll_back(folder: str, to: int | None = None, *, replay: bool = False) -> Ro
     return RolledBack(step=step, reason=reason, moved=[one.step for one in later], aside=aside)
 
 
-def _free_folder(folder: str) -> str:
+def folder_aside(folder: str) -> str:
+    """The path of a new folder ``before-DATE`` in ``folder``, for checkpoints that are moved aside."""
     dated = os.path.join(folder, time.strftime("before-%Y%m%d-%H%M%S"))
     path, number = dated, 1
     while os.path.exists(path):
@@ -142,7 +145,7 @@ def _free_folder(folder: str) -> str:
 
 @contextmanager
 def running(folder: str) -> Iterator[bool]:
-    """Says that a run is in ``[out] dir``, as long as the block lasts; whether it is the only one there."""
+    """Mark ``[out] dir`` as in use inside the block; yields whether no other run uses it."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -158,9 +161,9 @@ def running(folder: str) -> Iterator[bool]:
 
 
 def rolled_back(folder: str, step: int) -> dict[str, Any] | None:
-    """What a roll-back to the step that a run resumes from asks for: ``reader``, the states to read on with or None.
+    """The request of a roll-back to ``step``, from which a run resumes; None if the run was not rolled back to it.
 
-    None where the run was not rolled back, or where it has a newer checkpoint since.
+    Its ``reader`` is the manifest's content with the reader states to continue with, or None to read samples again.
     """
     path = os.path.join(folder, FILE)
     try:
@@ -175,7 +178,7 @@ def rolled_back(folder: str, step: int) -> dict[str, Any] | None:
     except FileNotFoundError as error:
         if os.path.exists(path):
             raise DataError(
-                f"{path}: {error.filename} is gone; remove {path} to read again from step {step:,}"
+                f"{path} names {error.filename}, which does not exist; remove {path} to read again from step {step:,}"
             ) from None
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -183,6 +186,6 @@ def rolled_back(folder: str, step: int) -> dict[str, Any] | None:
 
 
 def forget_rollback(folder: str) -> None:
-    """After a checkpoint that has the new position."""
+    """Remove the request of a roll-back, once a newer checkpoint has the position."""
     with suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, FILE))

@@ -1,1 +1,1 @@
-"""What a run measures, and where it is written: metrics, evaluations, TensorBoard."""
+"""Measurements of a run and their outputs: metrics, evaluations, TensorBoard."""

@@ -1,4 +1,4 @@
-"""``[out] metrics``: what a run is doing, as a status page and as Prometheus metrics over HTTP."""
+"""``[out] metrics``: the state of a run as a status page and as Prometheus metrics over HTTP."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shoal.observe.page import Part, chart, page, pill, table, tile
 from shoal.train.loop.measure.reporter import Reporter
 
 _GAUGES = {
-    "auc": "Of all samples so far, each predicted before it was learnt",
-    "window_auc": "The same of the newest samples",
-    "logloss": "Mean loss of a sample",
+    "auc": "AUC of all samples so far, each predicted before training on it",
+    "window_auc": "AUC of the newest samples, each predicted before training on it",
+    "logloss": "Mean loss per sample",
     "calibration": "Predicted clicks over clicks",
     "rows": "Rows of all tables",
     "table_bytes": "Memory of the tables in this process",
-    "epoch": "The pass over the files",
-    "lag_records": "Records that the sources of all ranks have and that were not read",
+    "epoch": "Current pass over the files",
+    "lag_records": "Unread records of the sources of all ranks",
     "lag_s": "Age of the last record that was read, on the rank that is furthest behind",
 }
 
@@ -30,12 +30,12 @@ _FIGURES = (
 
 
 class Run(Shown):
-    """What a run shows: the newest report, and what has happened.
+    """The state of a run on its status page: the newest report and the latest events.
 
     Args:
-        name: the model's.
-        progress: (step, samples) now, which any thread may ask for.
-        trip: why the guard has stopped the pushes; "" while it has not.
+        name: the model's name.
+        progress: returns the current (step, samples); called from any thread.
+        trip: returns why the guard has stopped the pushes; "" if it has not.
     """
 
     counters = ("samples", "bad_rows")
@@ -47,9 +47,9 @@ class Run(Shown):
         self.about: Mapping[str, Any] = {}
         self.counts = {"checkpoints": 0, "exports": 0, "checkpoint_failures": 0, "export_failures": 0}
         self.done_at: dict[str, float] = {}
-        """When a checkpoint or an export was last written."""
+        """When the last checkpoint and the last export were written."""
         self.last: dict[str, tuple[int, str]] = {}
-        """Its step and path."""
+        """Their steps and paths."""
         self.evaluation: Mapping[str, Any] = {}
         self.ended = ""
 
@@ -147,7 +147,7 @@ class Run(Shown):
 
 
 class Watched(Reporter):
-    """Passes everything on to another reporter, and shows it."""
+    """Records all events for the status page and passes them on to another reporter."""
 
     def __init__(self, reporter: Reporter, run: Run) -> None:
         self._to, self._run = reporter, run

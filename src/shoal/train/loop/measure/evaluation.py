@@ -1,4 +1,4 @@
-"""Evaluation of a run on files that are never learnt from."""
+"""Evaluate a run on files that are not used for training."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def evaluate(
     ndcg_at: int = 10,
     log_odds: float = 0.0,
 ) -> dict[str, Any]:
-    """AUC, PR-AUC, logloss, calibration (also by bucket) and samples over a stream; no row is made or changed.
+    """AUC, PR-AUC, logloss, calibration (also by bucket) and samples over a stream; rows do not change.
 
-    With ``group``, the number of a feature, also GAUC and NDCG by it. ``log_odds`` is added to each logit, where this
-    data has another share of negatives than what was learnt. All ranks call it together.
+    With ``group``, the index of a feature, also GAUC and NDCG by that feature. ``log_odds`` is added to each logit, if
+    this data has another share of negatives than the training data. All ranks must call it together.
     """
     metrics, grouped = Metrics(1), GroupedPredictions(ndcg_at)
     model.eval(), rows.eval()
@@ -45,7 +45,7 @@ def evaluate(
             while number != max_batches:
                 batch = next(each, None)
                 if batch is None:
-                    rows.nothing(learn=False)
+                    rows.join_without_samples(learn=False)
                 else:
                     found, label = logits(batch.samples).cpu().numpy() + log_odds, batch.samples.label.numpy()
                     metrics.add(found, label)
@@ -61,7 +61,7 @@ def evaluate(
 
 
 def group_of(samples: Samples, feature: int) -> np.ndarray:
-    """The first id of a feature of each sample; -1 where it has none."""
+    """The first id of a feature in each sample; -1 if there is none."""
     if samples.offsets is None:
         return samples.ids[:, feature].numpy()
     starts = samples.offsets[:-1].view(len(samples), -1)[:, feature].numpy()

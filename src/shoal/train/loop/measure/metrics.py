@@ -1,4 +1,4 @@
-"""AUC, logloss and calibration of a stream of predictions, each made before its sample was learnt."""
+"""AUC, logloss and calibration of a stream of predictions, each made before training on its sample."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BINS = 1 << 14
 
 
 class Metrics:
-    """Counts predictions in bins of their logit, from -16 to 16; keeps the last ``window`` of them as they are.
+    """Counts predictions in bins of their logit, from -16 to 16, and keeps the last ``window`` predictions exactly.
 
-    The binned AUC is of everything so far and off by at most half of the pairs that share a bin, which is some 1e-4.
-    The exact one is of the window. ``calibration`` is what was predicted over what happened, 1 where they agree.
+    `auc` covers all predictions and is off by about 1e-4, at most by half of the pairs that share a bin; `window_auc`
+    is exact. Calibration is predicted over actual positives, so 1 is ideal.
     """
 
     def __init__(self, window: int = 100_000) -> None:
@@ -30,7 +30,7 @@ class Metrics:
         self._recent_rows = 0
 
     def add(self, logits: np.ndarray, labels: np.ndarray) -> None:
-        """float32 ``[n]`` each; labels above 0.5 are positive."""
+        """Add predictions, float32 ``[n]``, and their labels, ``[n]``; labels above 0.5 are positive."""
         n = len(logits)
         if not n:
             return
@@ -51,11 +51,11 @@ class Metrics:
         return int(self.counts.sum())
 
     def auc(self) -> float:
-        """Of all predictions, by bins."""
+        """The AUC of all predictions, from their bins."""
         return binned_auc(self.counts)
 
     def values(self) -> dict[str, float]:
-        """All of them; NaN where there is nothing to tell."""
+        """All metrics by name; NaN for those without data."""
         rows = self.rows
         logloss, predicted, happened = self.sums.tolist()
         return {
@@ -66,12 +66,11 @@ class Metrics:
         }
 
     def window_auc(self) -> float:
-        """Exactly, of the last predictions."""
+        """The exact AUC of the last predictions."""
         return exact_auc(*self.recent(self._recent_rows)) if self._recent else math.nan
 
     def recent(self, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """(logits, whether positive) of the newest predictions, oldest first: ``most`` of them, or as many as there
-        are."""
+        """(logits, whether positive) of at most ``most`` of the newest predictions, oldest first."""
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         left = most
         for logits, positive in reversed(self._recent):
@@ -85,7 +84,7 @@ class Metrics:
         return scores, labels
 
     def state(self) -> dict[str, np.ndarray]:
-        """As arrays, which `load` takes back."""
+        """The state as arrays, for `load`."""
         recent = zip(*self._recent, strict=True) if self._recent else ((np.empty(0, np.float32),), (np.empty(0, bool),))
         scores, labels = (np.concatenate(part) for part in recent)
         sizes = np.array([len(part) for part, _ in self._recent], dtype=np.int64)
@@ -104,13 +103,13 @@ class Metrics:
 
 
 def added(states: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The states of several ranks as one; the window has the predictions of all."""
+    """The states of several ranks combined into one; the window has the predictions of all ranks."""
     sums = {name: np.sum([one[name] for one in states], axis=0) for name in ("counts", "sums")}
     return sums | {name: np.concatenate([one[name] for one in states]) for name in ("scores", "labels", "sizes")}
 
 
 def merged(metrics: Metrics, ranks: Ranks) -> dict[str, float]:
-    """AUC, logloss, calibration and samples of all ranks, which call it together."""
+    """AUC, logloss, calibration and samples of all ranks, which must call it together."""
     counts, sums = metrics.counts, metrics.sums
     if ranks.world_size > 1:
         counts = ranks.sum(torch.from_numpy(counts.copy())).numpy()
@@ -126,12 +125,12 @@ def merged(metrics: Metrics, ranks: Ranks) -> dict[str, float]:
 
 
 def merged_counts(metrics: Metrics, ranks: Ranks) -> np.ndarray:
-    """The counts of all ranks, which call it together."""
+    """The counts of all ranks, which must call it together."""
     return ranks.sum(torch.from_numpy(metrics.counts.copy())).numpy()
 
 
 def binned_pr_auc(counts: np.ndarray) -> float:
-    """Average precision, the area under precision over recall, of counts ``[2, bins]``: negatives, positives."""
+    """Average precision, the area under the precision-recall curve, from counts ``[2, bins]``: negatives, positives."""
     negative, positive = counts[:, ::-1].astype(np.float64)
     found, all_found = np.cumsum(positive), np.cumsum(positive + negative)
     if not found[-1]:
@@ -141,10 +140,10 @@ def binned_pr_auc(counts: np.ndarray) -> float:
 
 
 def buckets(counts: np.ndarray, number: int = 10) -> list[dict[str, float]]:
-    """Calibration by bucket: samples in the order of their prediction, in ``number`` parts of about equal size.
+    """Calibration by bucket: samples sorted by prediction, in ``number`` buckets of about equal size.
 
-    Each has its ``samples``, what was ``predicted`` on average (to 0.1 %, since predictions are binned), and the share
-    that ``happened``. Parts may differ in size where many predictions are alike.
+    Each bucket has its number of ``samples``, the mean prediction ``predicted`` (to 0.1 %, because predictions are
+    binned), and the share of positives ``happened``. Sizes can differ if many predictions are equal.
     """
     both = counts.sum(0)
     total = int(both.sum())
@@ -166,7 +165,7 @@ def buckets(counts: np.ndarray, number: int = 10) -> list[dict[str, float]]:
 
 
 def exact_auc(scores: np.ndarray, labels: np.ndarray) -> float:
-    """The chance that a positive scores above a negative; ties count half. NaN where one of them is missing.
+    """The chance that a positive scores above a negative; ties count half. NaN if there is only one class.
 
     >>> exact_auc(np.array([0.1, 0.4, 0.4, 0.8]), np.array([0, 0, 1, 1]))
     0.875
@@ -179,7 +178,7 @@ def exact_auc(scores: np.ndarray, labels: np.ndarray) -> float:
 
 
 def binned_auc(counts: np.ndarray) -> float:
-    """Of counts ``[2, bins]``: negatives, positives."""
+    """The AUC from counts ``[2, bins]``: negatives, positives."""
     negative, positive = counts.astype(np.float64)
     pairs = negative.sum() * positive.sum()
     if not pairs:

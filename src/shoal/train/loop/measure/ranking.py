@@ -1,4 +1,4 @@
-"""How well the samples of each group are ordered: GAUC and NDCG@k, by a column such as the user."""
+"""GAUC and NDCG@k: how well the samples of each group, such as a user's, are ranked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def group_aucs(groups: np.ndarray, scores: np.ndarray, labels: np.ndarray) -> tu
 
 
 def gauc(groups: np.ndarray, scores: np.ndarray, labels: np.ndarray) -> float:
-    """The mean of the groups' AUCs, weighted by their samples; groups of one class alone are left out.
+    """The mean of the groups' AUCs, weighted by their samples; groups with only one class are ignored.
 
     >>> gauc(np.array([1, 1, 2, 2, 3]), np.array([0.1, 0.9, 0.8, 0.2, 0.5]), np.array([0, 1, 0, 1, 1]))
     0.5
@@ -41,7 +41,7 @@ def gauc(groups: np.ndarray, scores: np.ndarray, labels: np.ndarray) -> float:
 
 
 def group_ndcgs(groups: np.ndarray, scores: np.ndarray, labels: np.ndarray, k: int) -> np.ndarray:
-    """NDCG@k of each group with a label above 0; of equal scores the lower label counts as first."""
+    """NDCG@k of each group with a label above 0; among equal scores, the lower label is ranked first."""
     if not len(groups):
         return np.empty(0)
     found = _dcg(groups, np.lexsort((labels, -scores, groups)), labels, k)
@@ -69,7 +69,7 @@ def _dcg(groups: np.ndarray, order: np.ndarray, labels: np.ndarray, k: int) -> n
 
 
 class GroupedPredictions:
-    """Predictions with their groups, kept as they are: 20 bytes per sample."""
+    """Stores predictions with their groups, in 20 bytes per sample."""
 
     def __init__(self, k: int) -> None:
         self._k = k
@@ -79,7 +79,7 @@ class GroupedPredictions:
         self._parts.append((groups.astype(np.int64), scores.astype(np.float32), labels.astype(np.float32)))
 
     def values(self, ranks: Ranks) -> dict[str, float]:
-        """``gauc`` and ``ndcg`` over all ranks, which call it together: the samples of a group meet on one of them."""
+        """``gauc`` and ``ndcg`` over all ranks, which must call it together; each group is sent to one rank."""
         parts = list(zip(*self._parts, strict=True)) or [[np.empty(0, t)] for t in (np.int64, np.float32, np.float32)]
         groups, scores, labels = (np.concatenate(part) for part in parts)
         if ranks.world_size > 1:

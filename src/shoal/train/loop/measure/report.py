@@ -1,4 +1,4 @@
-"""What a run reports of itself: its metrics, sizes and memory, when it will end, and how its evaluations went."""
+"""The contents of a run's reports: metrics, sizes, memory, time left, and results of evaluations."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shoal.train.loop.tables import Rows
 
 
 class Report:
-    """The values of reports, of all ranks together."""
+    """Collects the values of reports from all ranks."""
 
     def __init__(self, metrics: Metrics, rows: Rows, ranks: Ranks, max_steps: int | None) -> None:
         self._metrics, self._rows, self._ranks, self._max_steps = metrics, rows, ranks, max_steps
 
     def values(self, at: Progress, bad: int) -> dict[str, Any]:
-        """Where the run is, with the bad rows that this rank has met. All ranks call it together."""
+        """The values of a report; ``bad`` is this rank's number of bad rows. All ranks must call it together."""
         values = merged(self._metrics, self._ranks)
         values.pop("samples")
         sizes, used = self._rows.sizes(), self._rows.bytes()
@@ -39,7 +39,7 @@ class Report:
         }  # fmt: skip
 
     def eta_s(self, at: Progress, rate: float, total_rows: float | None) -> float | None:
-        """Seconds to the end at a rate of samples; None where nobody knows how many there are."""
+        """Seconds to the end at ``rate`` samples per second; None if the number of samples is unknown."""
         ends = [] if total_rows is None else [total_rows * self._ranks.world_size]
         if self._max_steps is not None and at.step:
             ends.append(at.samples * self._max_steps / at.step)
@@ -47,7 +47,7 @@ class Report:
 
 
 def verdict(config: EvalConfig, at: Progress) -> dict[str, Any]:
-    """What the evaluations say: the best value, and of which step the model is that the run ends with."""
+    """A summary of the evaluations: the best value, and the step of the model that the run ends with."""
     return {
         "metric": config.metric, "best": None if at.best is None else config.sign * at.best,
         "kept_step": at.kept_step, "kept_value": None if at.kept_value is None else config.sign * at.kept_value,

@@ -1,4 +1,4 @@
-"""`Reporter`: what a run tells while it goes on. The base tells nothing; the command line's tell people or machines."""
+"""`Reporter`: receives the events of a run. The base class ignores them; the command line prints them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Reporter:
-    """Events of a run on the first rank, with plain values. Bad rows may come from another thread."""
+    """Receives the events of a run on the first rank, with plain values. `bad_row` can be called from any thread."""
 
     def start(self, **values: Any) -> None:
-        """Before the first step: ``step``, ``resumed`` (a path or None), ``world``, ``model``, ``parameters``, ….
+        """Before the first step: ``step``, ``resumed`` (a path or None), ``world``, ``model``, ``parameters`` and more.
 
         Each of ``tables`` is a dict: ``name``, ``features``, ``dim``, ``optimizer``, ``rows``.
         """
@@ -24,30 +24,30 @@ class Reporter:
         """
 
     def evaluated(self, **values: Any) -> None:
-        """step, auc, logloss, calibration, samples, best."""
+        """After an evaluation: step, auc, logloss, calibration, samples, is_best and more."""
 
     def saved(self, *, step: int, path: str, seconds: float) -> None:
-        """A checkpoint is whole."""
+        """A checkpoint is complete."""
 
     def exported(self, *, step: int, path: str, seconds: float) -> None:
-        """A version for `shoal serve` is whole."""
+        """A version for `shoal serve` is complete."""
 
     def bad_row(self, *, where: str, why: str) -> None:
         """The first row that could not be read."""
 
     def note(self, text: str) -> None:
-        """Something that a person should know."""
+        """A message for people."""
 
     def failed(self, what: str, text: str) -> None:
         """A checkpoint or an export (``what``) could not be written, and the run continues."""
         self.note(text)
 
     def alert(self, text: str) -> None:
-        """The guard has stopped pushes and exports, or let them begin again."""
+        """The guard has stopped pushes and exports, or resumed them."""
 
     def end(self, **values: Any) -> None:
-        """How it ended: ``why`` is finished, early_stop, max_steps, stopped (by a hook), guard (by ``[serve.guard]``)
+        """The run ended: ``why`` is finished, early_stop, max_steps, stopped (by a hook), guard (by ``[serve.guard]``)
         or interrupted.
 
-        ``model_step`` is the step of the model that it ended with, ``kept_step`` that of the best one in a checkpoint.
+        ``model_step`` is the step of the model that it ended with, ``kept_step`` that of the best checkpoint.
         """

@@ -1,4 +1,4 @@
-"""TensorBoard summaries: metrics of the run, and what the all-to-all exchange moves."""
+"""TensorBoard summaries: metrics of the run, and how ids spread over the ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TAGS = (
 
 
 class Summaries:
-    """Writes to a folder, from the first rank; without a folder nothing. All ranks call it together."""
+    """Writes summaries on the first rank, if a folder is given. All ranks must call its methods together."""
 
     def __init__(self, folder: str | None, ranks: Ranks) -> None:
         self._on = folder is not None
@@ -38,7 +38,7 @@ class Summaries:
             self._writer = SummaryWriter(folder)
 
     def progress(self, values: dict[str, Any], rows: Rows) -> None:
-        """The numbers of a report, and how the last batch spread over the ranks."""
+        """Write the numbers of a report, and how the last batch spread over the ranks."""
         if not self._on:
             return
         step = values["step"]

@@ -12,22 +12,22 @@ from typing import Any
 from shoal.comm.horovod.hooks import SessionRunHook
 from shoal.errors import missing_extra
 
-_NAMED = 500  # the longest value of a setting that MLflow takes
+_MAX_LENGTH = 500  # of a setting's value in MLflow
 
 
 class Tracker(SessionRunHook):
-    """What both share: settings as ``train.lr``, metrics as ``train/auc`` and ``eval/auc``, from the first rank."""
+    """Base of trackers: the first rank records settings as ``train.lr``, metrics as ``train/auc`` and ``eval/auc``."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._on = trainer.ranks.first
 
     def settings(self) -> dict[str, Any]:
-        """The configuration, flat."""
+        """The configuration as one flat dict."""
         return dict(_flat(asdict(self._trainer.config)))
 
     def name(self) -> str | None:
-        """What the run is called: the folder of its checkpoints."""
+        """The name of the run: that of its checkpoint folder."""
         out = self._trainer.config.out.dir
         return os.path.basename(os.path.abspath(out)) if out else None
 
@@ -44,7 +44,7 @@ class Tracker(SessionRunHook):
 
 
 class MlflowHook(Tracker):
-    """A run of MLflow, where ``MLFLOW_TRACKING_URI`` says; ``MLFLOW_RUN_ID`` goes on with one."""
+    """An MLflow run at ``MLFLOW_TRACKING_URI``; ``MLFLOW_RUN_ID`` continues an existing one."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
@@ -59,9 +59,8 @@ class MlflowHook(Tracker):
             return
         known = os.environ.get("MLFLOW_RUN_ID")
         self._mlflow.start_run(run_id=known, run_name=None if known else self.name())
-        settings = {key: str(value)[:_NAMED] for key, value in self.settings().items()}
         if not known:  # a run's settings are written once
-            self._mlflow.log_params(settings)
+            self._mlflow.log_params({key: str(value)[:_MAX_LENGTH] for key, value in self.settings().items()})
 
     def log(self, values: dict[str, float], step: int) -> None:
         self._mlflow.log_metrics(values, step=step)
@@ -72,7 +71,7 @@ class MlflowHook(Tracker):
 
 
 class WandbHook(Tracker):
-    """A run of Weights & Biases; ``WANDB_PROJECT``, ``WANDB_MODE`` and ``WANDB_DIR`` are what they are elsewhere."""
+    """A run of Weights & Biases; ``WANDB_PROJECT``, ``WANDB_MODE`` and ``WANDB_DIR`` have their usual meaning."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
