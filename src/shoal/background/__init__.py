@@ -1,1 +1,1 @@
-"""Work beside the caller: an iterable read ahead by a thread, and a thread that does what it is given in order."""
+"""Background threads: one that reads an iterable ahead, and one that runs tasks in order."""

@@ -1,4 +1,4 @@
-"""`ReadAhead`: an iterable whose next elements a thread gets ready while the caller works on the last one."""
+"""`ReadAhead`: an iterator whose next elements a thread prepares while the caller works on the current one."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from shoal.background.queue import BoundedQueue, EndOfInput
 T = TypeVar("T")
 JOIN_S = 60.0
 WAITED_S, WAITED_SHARE = 0.25, 0.1
-"""A source that has waited for longer than this, and than this share of all time, is slow."""
+"""A source is slow if reading it has waited longer than this many seconds and this share of the elapsed time."""
 
 
 class ReadAhead(Iterator[T], Generic[T]):
     """Iterates over ``source`` while a thread keeps up to ``depth`` elements ready. Close it, or use it in ``with``.
 
     An error of the source is raised after the elements before it, with its own traceback. With a ``depth`` of 0 there
-    is no thread, and elements are made when they are asked for.
+    is no thread, and elements are made on request.
 
     Args:
-        source: the thread is the only one that advances it, and closes the generator that it made of it.
-        depth: elements that wait, besides the one that the thread is making.
-        name: of the thread.
+        source: only the thread advances it, and closes the iterator that it made from it.
+        depth: number of ready elements, in addition to the one that the thread is making.
+        name: name of the thread.
         inside: makes a context in which the thread works.
     """
 
@@ -40,16 +40,11 @@ class ReadAhead(Iterator[T], Generic[T]):
         inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._source: Iterator[T] = iter(source)
-        self._owned = self._source is not source  # an iterator that came as such is its owner's to close
+        self._owned = self._source is not source  # an iterator given by the caller is not ours to close
         self._queue = BoundedQueue(max(1, depth), name)
         self._thread: threading.Thread | None = None
         if depth:
-            work = (
-                self._source,
-                self._owned,
-                self._queue,
-                inside,
-            )  # not this object, which ends the thread when it is dropped
+            work = (self._source, self._owned, self._queue, inside)  # without `self`, whose finalizer ends the thread
             self._thread = threading.Thread(target=_fill, args=work, name=name, daemon=True)
             weakref.finalize(self, self._queue.close, drop=True)
             self._thread.start()
@@ -64,17 +59,17 @@ class ReadAhead(Iterator[T], Generic[T]):
 
     @property
     def ready(self) -> int:
-        """Elements that wait; 0 most of the time means that making them is what takes the time."""
+        """Number of ready elements; usually 0 if the source is the bottleneck."""
         return self._queue.size()
 
     def close(self, wait_s: float = JOIN_S) -> None:
-        """Ends the thread, after the element that it is making; what waits is dropped.
+        """End the thread after the element that it is making; ready elements are dropped.
 
-        Returns after ``wait_s`` seconds also if the thread is still at that element; it ends later.
+        Returns after ``wait_s`` seconds even if the thread is still making that element; it ends later.
         """
         self._queue.close(drop=True)
         if self._thread is None:
-            with contextlib.suppress(ValueError):  # a generator that another reader's thread is still in
+            with contextlib.suppress(ValueError):  # another reader's thread is still running the generator
                 _close(self._source, self._owned)
         elif self._thread is not threading.current_thread():
             self._thread.join(wait_s)
@@ -87,10 +82,10 @@ class ReadAhead(Iterator[T], Generic[T]):
 
 
 class ReadAheadIfSlow(Iterator[T], Generic[T]):
-    """Iterates over ``source`` in the caller's thread until that is seen to wait, then as `ReadAhead` does.
+    """Iterates over ``source`` in the caller's thread until the source proves slow, then as `ReadAhead` does.
 
-    For machines with few cores, where a thread that parses takes from the caller what it saves, and one that waits
-    for a disk or a network does not. Time in which this process uses no CPU counts as waiting.
+    For machines with few cores, where a thread helps if it waits for a disk or a network, but not if it parses. Time
+    in which this process uses no CPU counts as waiting.
     """
 
     def __init__(self, source: Iterable[T], depth: int = 8, *, name: str = "shoal-read") -> None:
@@ -114,14 +109,14 @@ class ReadAheadIfSlow(Iterator[T], Generic[T]):
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a thread reads."""
+        """Whether a thread reads ahead."""
         return self._ahead is not None
 
     def close(self) -> None:
-        """Ends the thread, if there is one."""
+        """End the thread, if there is one."""
         if self._ahead is not None:
             self._ahead.close()
-        with contextlib.suppress(ValueError):  # a generator that the thread is still in
+        with contextlib.suppress(ValueError):  # the thread is still running the generator
             _close(self._source, self._owned)
 
 
@@ -134,7 +129,7 @@ def _fill(source: Any, owned: bool, queue: BoundedQueue, inside: Callable[[], Ab
                     queue.put(item)
             finally:
                 _close(source, owned)
-    except EndOfInput:  # nobody wants more
+    except EndOfInput:  # the consumer closed the queue
         pass
     except BaseException as raised:
         error = raised

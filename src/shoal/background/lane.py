@@ -1,4 +1,4 @@
-"""`Lane`: a thread that does what it is given, one thing after the other."""
+"""`Lane`: a thread that runs tasks one after the other."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ JOIN_S = 60.0
 
 
 class Lane:
-    """Work in the order in which it was given.
+    """Runs tasks in the order of submission.
 
-    When something fails, nothing that was given after it is done: whoever waits for that gets the same error, and so
-    does the next who calls `submit` or `settle`, with the traceback of the failure.
+    When a task fails, later ones are not run: their futures get the same error, and so does the next call of `submit`
+    or `settle`, with the traceback of the failure.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
         inside: makes a context in which the thread works.
     """
 
@@ -42,11 +42,11 @@ class Lane:
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong, if something did."""
+        """The error of the failed task, if any."""
         return self._error
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Has ``work`` done after everything that was given before. Raises what went wrong meanwhile."""
+        """Queue ``work`` after all earlier tasks. Raises the error of an earlier task that failed."""
         if self._error is not None:
             raise self._error
         if self._closed:
@@ -57,11 +57,11 @@ class Lane:
         return future
 
     def run(self, work: Callable[[], T]) -> T:
-        """The result of ``work``, done after everything that was given before; in the lane itself, at once."""
+        """Run ``work`` after all earlier tasks and return its result; in the lane's own thread, run it at once."""
         return work() if self.here else self.submit(work).result()
 
     def settle(self) -> None:
-        """Waits until everything that was given is done; raises what went wrong."""
+        """Wait until all submitted tasks are done; raise the error of a failed one."""
         last = self._last
         if last is not None and not self.here:
             last.result()
@@ -69,14 +69,14 @@ class Lane:
             raise self._error
 
     def close(self, *, finish: bool = True, wait_s: float = JOIN_S) -> None:
-        """Ends the thread: after everything that was given, or with ``finish=False`` after what is under way.
+        """End the thread after all submitted tasks, or with ``finish=False`` after the running one.
 
-        Returns after ``wait_s`` seconds also if the thread still works; it ends later.
+        Returns after ``wait_s`` seconds even if the thread still works; it ends later.
         """
         if not self._closed:
             self._closed = True
             if not finish:
-                self._error = self._error or CancelledError("the lane was closed before it came to this")
+                self._error = self._error or CancelledError("the lane was closed before it ran this task")
             self._work.put(None)
         if not self.here:
             self._thread.join(wait_s)

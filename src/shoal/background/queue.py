@@ -17,8 +17,8 @@ class EndOfInput(ShoalError, StopIteration):
 class BoundedQueue:
     """At most ``capacity`` elements. Threads may share it.
 
-    `put` blocks while it is full, `get` while it is empty. After `close` what is left can still be taken, then `get`
-    raises `EndOfInput`, or the error that the producer ended with.
+    `put` blocks while it is full, `get` while it is empty. After `close`, `get` returns the remaining elements, then
+    raises `EndOfInput` or the producer's error.
     """
 
     def __init__(self, capacity: int = 1, name: str = "queue") -> None:
@@ -31,7 +31,7 @@ class BoundedQueue:
         self._error: BaseException | None = None
 
     def put(self, item: Any, timeout: float | None = None) -> None:
-        """Adds an element; `EndOfInput` if the queue is closed, also while it waits for room."""
+        """Add an element; raises `EndOfInput` if the queue is closed, also while waiting for room."""
         with self._changed:
             self._wait(lambda: self._closed or len(self._items) < self.capacity, timeout, "room")
             if self._closed:
@@ -40,7 +40,7 @@ class BoundedQueue:
             self._changed.notify_all()
 
     def get(self, timeout: float | None = None) -> Any:
-        """Takes the oldest element."""
+        """Take the oldest element."""
         with self._changed:
             self._wait(lambda: self._closed or bool(self._items), timeout, "an element")
             if self._items:
@@ -60,7 +60,7 @@ class BoundedQueue:
             return len(self._items)
 
     def close(self, error: BaseException | None = None, *, drop: bool = False) -> None:
-        """No more elements; ``error`` is raised to the consumer after the last one. ``drop``: nor those that wait."""
+        """End the queue; the consumer gets ``error`` after the last element. ``drop`` discards queued elements."""
         with self._changed:
             self._closed = True
             self._error = self._error or error

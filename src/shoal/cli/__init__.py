@@ -1,1 +1,1 @@
-"""The command line, thin over the rest."""
+"""The command line: each command parses its flags and calls the library."""

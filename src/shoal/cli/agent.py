@@ -1,4 +1,4 @@
-"""`shoal agent`: the process next to model servers that registers them and tells them of each other."""
+"""`shoal agent`: the process that registers model servers and gives them each other's addresses."""
 
 import json
 import logging
@@ -16,11 +16,11 @@ from shoal.errors import ConfigError
 
 DESCRIPTION = """Run one process of a serving cluster from its agent configuration file.
 
-Operators' commands are here, too: --declare, --publish, --unpublish and --show, against the registry of the file.
+With --declare, --publish, --unpublish or --show, change or print the registry that the file names, and exit.
 
-Example: shoal agent --config agent.conf
-
-or: shoal agent --config agent.conf --declare /models/movie_ctr/exported_models --publish 'movie_ctr:*'"""
+examples:
+  shoal agent --config agent.conf
+  shoal agent --config agent.conf --declare /models/movie_ctr/exported_models --publish 'movie_ctr:*'"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,19 +28,19 @@ class Options:
     """Flags of `shoal agent`."""
 
     config: Path
-    """The agent's configuration: 'key value' lines."""
+    """The agent's configuration file: 'key value' lines."""
     host: str = "127.0.0.1"
-    """Where a unified container's ports listen."""
+    """Address that a unified container's ports listen on."""
     declare: Path | None = None
-    """Declare the sub-graphs of this export base, then exit."""
+    """Declare the sub-graphs exported to this folder, then exit."""
     overwrite: bool = False
-    """Declare also what is declared already."""
+    """With --declare: replace existing declarations."""
     publish: str | None = None
-    """Put '<model>:<glob>' into the layout, then exit."""
+    """Add '<model>:<glob>' to the layout, then exit."""
     unpublish: str | None = None
-    """Take '<model>:<glob>' out of the layout, then exit."""
+    """Remove '<model>:<glob>' from the layout, then exit."""
     show: bool = False
-    """Print what the registry knows, as JSON, then exit."""
+    """Print the registry's contents as JSON, then exit."""
     json: bool = False
     """Print one JSON line with the addresses when ready."""
     observe: ObserveOptions = field(default_factory=ObserveOptions)
@@ -48,8 +48,7 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    options = parse(Options, argv, "agent", DESCRIPTION)
-    return options if isinstance(options, int) else run(options)
+    return run(parse(Options, argv, "agent", DESCRIPTION))
 
 
 def run(options: Options) -> int:

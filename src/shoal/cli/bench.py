@@ -1,22 +1,23 @@
-"""`shoal bench NAME`: measures one part of the library on this machine."""
+"""`shoal bench NAME`: measure one part of the library on this machine."""
 
 import sys
 from importlib import import_module
 
+from shoal.cli.shared.usage import usage_text
+
 # name -> (module with `main(argv) -> int`, one line of help)
 BENCHES: dict[str, tuple[str, str]] = {
-    "comm": ("shoal.cli.bench_comm", "send/recv, all-reduce and all-to-all over sizes, for the current launch"),
+    "comm": ("shoal.cli.bench_comm", "latency and goodput of send/recv, all-reduce and all-to-all by message size"),
 }
 
-EXAMPLE = "example: shoal bench comm --largest 16MiB --json comm.json\n"
+NOTES = """\
+example: shoal bench comm --largest 16MiB --json comm.json
+
+`shoal bench NAME --help` describes a benchmark."""
 
 
 def usage() -> str:
-    width = max(map(len, BENCHES))
-    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in BENCHES.items()]
-    return "\n".join(
-        ["usage: shoal bench NAME [options]", "", *lines, "", EXAMPLE, "`shoal bench NAME --help` explains one."]
-    )
+    return usage_text("bench NAME", {name: text for name, (_, text) in BENCHES.items()}, NOTES)
 
 
 def main(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""`shoal bench comm`: what this launch's communication gives, as a table and a picture.
+"""`shoal bench comm`: measure latency and goodput between the ranks of this launch; print a table and plot them.
 
 examples:
   shoal bench comm                                     one process
@@ -9,30 +9,31 @@ examples:
 
 import json
 import re
-import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from shoal.cli.shared.arguments import parse
+from shoal.cli.shared.console import print_table
 from shoal.errors import ConfigError, missing_extra
 
 
 @dataclass
 class Options:
-    """Latency and goodput of send/recv, all-reduce and all-to-all over sizes."""
+    """Flags of `shoal bench comm`."""
 
     smallest: str = "1KiB"
-    """Smallest size: bytes, or with KiB, MiB, GiB."""
+    """Smallest message: bytes, or with a suffix KiB, MiB or GiB."""
     largest: str = "256MiB"
-    """Largest size."""
+    """Largest message."""
     ops: str = "send_recv,all_reduce,all_to_all"
-    """What to measure."""
+    """Operations to measure, separated by commas."""
     seconds: float = 0.5
-    """About how long each point takes; raise it where the medians wander."""
+    """Approximate time per point; raise it if the medians vary between runs."""
     out: Path = Path("comm.png")
-    """The picture; '-' draws none."""
+    """File for the plot; '-' for none."""
     json: str | None = None
-    """Write the points as JSON to this file ('-': to stdout, in place of the table)."""
+    """Write the points as JSON to this file ('-': to stdout, instead of the table)."""
 
 
 def parse_size(text: str) -> int:
@@ -42,29 +43,19 @@ def parse_size(text: str) -> int:
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
 
 
-def _check_picture(out: Path) -> None:
-    """What would keep the picture from being drawn is said before anything is measured."""
+def _check_plot(out: Path) -> None:
+    """Raise, before anything is measured, if the plot could not be drawn."""
     if str(out) == "-":
         return
     if find_spec("matplotlib") is None:
         raise missing_extra("matplotlib", "cli")
     if not out.parent.is_dir():
-        raise ConfigError(f"--out: there is no folder {out.parent}; make it, or give '-' for no picture")
+        raise ConfigError(f"--out: there is no folder {out.parent}; create it, or give '-' for no plot")
 
 
 def main(argv: list[str]) -> int:
-    try:
-        import tyro
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError as error:
-        raise missing_extra(error.name or "tyro", "cli") from error
-    try:
-        options = tyro.cli(Options, args=argv, prog="shoal bench comm", description=__doc__)
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
-
-    _check_picture(options.out)
+    options = parse(Options, argv, "bench comm", __doc__ or "")
+    _check_plot(options.out)
     from shoal.comm.horovod import bench, hvd_lib
     from shoal.comm.ranks import collectives
 
@@ -77,20 +68,17 @@ def main(argv: list[str]) -> int:
         if options.json == "-":
             print(json.dumps(found))
         else:
-            table = Table(title=title)
-            for column in ("operation", "bytes", "calls", "median µs", "GB/s"):
-                table.add_column(column, justify="left" if column == "operation" else "right")
-            for p in points:
-                table.add_row(
-                    p.operation, f"{p.nbytes:,}", str(p.calls), f"{p.latency_us:,.1f}", f"{p.goodput_gbps:.3f}"
-                )
-            Console(width=None if sys.stdout.isatty() else 100).print(table)
+            rows = [
+                [p.operation, f"{p.nbytes:,}", str(p.calls), f"{p.latency_us:,.1f}", f"{p.goodput_gbps:.3f}"]
+                for p in points
+            ]
+            print_table(title, ("operation", "bytes", "calls", "median µs", "GB/s"), rows)
             if options.json:
                 Path(options.json).write_text(json.dumps(found, indent=1))
         if str(options.out) != "-":
             bench.plot(points, options.out, title)
             if options.json != "-":
-                print(f"picture: {options.out}")
+                print(f"plot: {options.out}")
     collectives.barrier()
     collectives.stop()
     return 0

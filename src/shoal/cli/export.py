@@ -1,4 +1,4 @@
-"""`shoal export`: a checkpoint of `shoal train` as a version that `shoal serve` serves."""
+"""`shoal export`: turn a `shoal train` checkpoint into a version for `shoal serve`."""
 
 from __future__ import annotations
 
@@ -9,48 +9,43 @@ from dataclasses import dataclass
 from shoal.cli.shared.arguments import parse
 from shoal.errors import UsageError
 
-_ABOUT = """Write a version for `shoal serve` from a checkpoint of `shoal train`. For example:
+_ABOUT = """Turn a `shoal train` checkpoint into a version for `shoal serve`. For example:
 
   shoal export run/ckpt-0001000 --out exports/ctr
-
   shoal export run --out exports/ctr --model clicks
-
-  shoal export run --out exports/ctr --ps-dir /srv/ps         (its rows were on parameter servers)
-
+  shoal export run --out exports/ctr --ps-dir /srv/ps         # rows on parameter servers
   shoal serve exports/ctr
 
-A run exports its model itself with [serve] dir = "exports/ctr". The version takes raw features and ids.
+With [serve] dir = "exports/ctr" in its configuration, a run exports by itself. The served model accepts raw features
+and ids.
 
-Exit codes: 0 done, 1 the checkpoint is damaged or the version could not be written, 2 wrong usage."""
+Exit codes: 0 success, 1 the checkpoint is damaged or the version could not be written, 2 wrong usage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
     checkpoint: str | None = None
-    """A folder ckpt-..., or the folder of a run: its newest checkpoint."""
+    """A ckpt-... folder, or the folder of a run for its newest checkpoint."""
     out: str | None = None
-    """Folder of the versions; its name is that of the model."""
+    """Folder for the versions; its name becomes the model's name."""
     model: str | None = None
-    """Another name of the model."""
+    """The model's name, if not that of the folder."""
     codec: str = "float32"
     """How replicas store rows: float32, half, fixed_r8:R or one_bit:A."""
     keep: int | None = None
-    """Versions that stay in the folder, the newest ones; by default all."""
+    """Number of newest versions to keep in the folder; all by default."""
     ps_dir: tuple[str, ...] = ()
-    """Of a run with parameter servers: the folders (`shoal ps --dir`) where these keep its rows."""
+    """For a run with parameter servers: the folders (`shoal ps --dir`) that hold its rows."""
     compiled: bool = False
-    """Compile the net with AOTInductor, too, where there is a C++ compiler; `shoal serve --compiled` runs it."""
+    """Also compile the net with AOTInductor, which needs a C++ compiler; `shoal serve --compiled` runs it."""
     json: bool = False
-    """One JSON object on stdout."""
+    """Print one JSON object on stdout."""
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command."""
     flags = parse(Flags, argv, "export", _ABOUT, positional="checkpoint")
-    if isinstance(flags, int):
-        return flags
     if flags.checkpoint is None or flags.out is None:
-        raise UsageError("what to export, and where to? Use shoal export CHECKPOINT --out DIR")
+        raise UsageError("CHECKPOINT and --out must both be given: shoal export CHECKPOINT --out DIR")
     from shoal.train.loop.export import prune_exports
     from shoal.train.loop.export_checkpoint import export_checkpoint
     from shoal.train.loop.serve_config import ServeConfig

@@ -1,6 +1,5 @@
-"""`shoal gather`: run a window, look into its files, replay it, or simulate one with synthetic peers."""
+"""`shoal gather`: run a window, inspect its files, replay it, or simulate one with synthetic peers."""
 
-import json
 import os
 import sys
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from urllib.parse import parse_qs, urlparse
 
 from shoal.cli.gather_simulate import Simulate, simulate
 from shoal.cli.shared.arguments import Verbs, run_verb
+from shoal.cli.shared.console import print_json, print_table
 from shoal.errors import ConfigError
 
 EXAMPLE = """examples:
@@ -18,55 +18,70 @@ EXAMPLE = """examples:
   torchrun --nproc-per-node 4 -m shoal gather run --store 's3://peer-{uid}?endpoint=http://host:9000' ...
   shoal gather inspect peers/aggregator-7-v0.pga
 
-exit codes: 0 applied or done, 3 skipped, 1 failed, 2 wrong usage or configuration"""
+exit codes: 0 applied, or success, 1 failed, 2 wrong usage or configuration, 3 skipped"""
 EXIT_SKIPPED = 3
 
 
 @dataclass(kw_only=True)
 class Run:
-    """Gather a window and apply it; alone, or as one rank under torchrun.
+    """Gather a window and apply it, as a single process or as one rank under torchrun.
 
     Example: shoal gather run --store peers/ --window 7 --peers 0-15 --reserves 16,17 --model spec.json
     """
 
     store: str
-    """A directory, or s3://BUCKET with {uid} in it and ?endpoint=&region=&artifacts=; keys come from AWS_*."""
+    """A directory, or s3://BUCKET containing {uid}, with ?endpoint=&region=&artifacts=; credentials come from AWS_*."""
     window: int
+    """Number of the window."""
     peers: str
-    """UIDs: 1,5,8-12"""
+    """UIDs, such as 1,5,8-12."""
     model: Path
     """The gradient spec as JSON (GradientSpec.to_json)."""
     reserves: str = ""
+    """UIDs that replace peers whose payload is missing or invalid."""
     weights: Path | None = None
-    """safetensors with the model's parameters; without it they are zeros, and --save keeps minus the update."""
+    """safetensors file with the model's parameters; without it they are zeros, and --save writes minus the update."""
     save: Path | None = None
-    """Where the new parameters go, as safetensors."""
+    """File for the new parameters, as safetensors."""
     version: str = "0"
+    """Version in the names of payloads and of the artifact."""
     time_min: int | None = None
-    """Microseconds since the epoch, inclusive; like --time-max."""
+    """Earliest upload time accepted, in microseconds since the epoch."""
     time_max: int | None = None
+    """Latest upload time accepted, in microseconds since the epoch."""
     timeout_s: float = 90.0
+    """Seconds for one round of fetches."""
     lr: float = 1.0
+    """Learning rate of the outer update."""
     momentum: float = 0.0
-    """Above 0: Nesterov."""
+    """Nesterov momentum of the outer update; 0 for none."""
     budget_mib: int = 1024
+    """Memory budget of the outer update."""
     overlap_threshold: float = 0.4
+    """Overlap of two peers' updates above which they are flagged."""
     min_peers: int = 1
+    """Skip the window if fewer peers are accepted."""
     spill_dir: Path | None = None
+    """Folder that keeps spilled payloads for a restart; by default a temporary one."""
     no_artifact: bool = False
+    """Do not store the merged artifact."""
     json: bool = False
+    """Print the report as JSON."""
 
 
 @dataclass(kw_only=True)
 class Inspect:
-    """Show what an artifact or a payload holds; a payload is validated when --model is given.
+    """Show the contents of an artifact or a payload; with --model, also validate a payload.
 
     Example: shoal gather inspect peers/aggregator-7-v0.pga
     """
 
     path: Path
+    """The artifact or payload."""
     model: Path | None = None
+    """The gradient spec as JSON, to validate a payload against."""
     json: bool = False
+    """Print JSON."""
 
 
 @dataclass(kw_only=True)
@@ -77,19 +92,25 @@ class Replay:
     """
 
     artifact: Path
+    """The artifact of a window."""
     model: Path | None = None
-    """The gradient spec; by default what the artifact says."""
+    """The gradient spec as JSON; by default the artifact's own."""
     weights: Path | None = None
+    """safetensors file with the model's parameters; without it they are zeros."""
     save: Path | None = None
+    """File for the new parameters, as safetensors."""
     expect: str = ""
-    """The update hash that it must have."""
+    """The expected update hash; the exit code is 1 if it differs."""
     lr: float = 1.0
+    """Learning rate of the outer update."""
     budget_mib: int = 1024
+    """Memory budget of the outer update."""
     json: bool = False
+    """Print JSON."""
 
 
 def main(argv: list[str]) -> int:
-    """Parses and runs one of the four; see EXAMPLE for how they are called."""
+    """Run the verb that ``argv`` names."""
     verbs: Verbs = {
         "run": (Run, run, ()),
         "inspect": (Inspect, inspect, ("path",)),
@@ -100,20 +121,20 @@ def main(argv: list[str]) -> int:
 
 
 def parse_uids(text: str) -> list[int]:
-    """``1,5,8-12`` as a list."""
+    """Parse ``1,5,8-12`` to a list."""
     uids: list[int] = []
     for part in filter(None, text.replace(" ", "").split(",")):
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise ConfigError(f"peers must be numbers and ranges like 1,5,8-12, got {part!r}")
         if dash and int(last) < int(first):
-            raise ConfigError(f"a range of peers must go up, got {part!r}")
+            raise ConfigError(f"a range of peers must be ascending, got {part!r}")
         uids += range(int(first), int(last or first) + 1)
     return uids
 
 
 def open_store(url: str, uids: list[int]) -> Any:
-    """A directory, or one bucket per peer."""
+    """Open a directory, or one bucket per peer."""
     from shoal.gather import BucketRef, LocalDirStore, S3Store
 
     if not url.startswith("s3://"):
@@ -152,9 +173,7 @@ def _model(spec: Any, weights: Path | None) -> Any:
 
     from shoal.gather import load_payload
 
-    found: Any = {}
-    if weights is not None:
-        found = load_payload(weights, spec)["state_dict"]
+    found = load_payload(weights, spec)["state_dict"] if weights is not None else {}
 
     class Weights(torch.nn.Module):
         def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +186,7 @@ def _model(spec: Any, weights: Path | None) -> Any:
     for p in spec.params:
         tensor = found.get(p.name, torch.zeros(p.shape, device="cpu"))
         if tuple(tensor.shape) != p.shape:
-            raise ConfigError(f"--weights: {p.name!r} has shape {tuple(tensor.shape)}, the spec says {p.shape}")
+            raise ConfigError(f"--weights: {p.name!r} has shape {tuple(tensor.shape)}, the spec has {p.shape}")
         values[p.name] = torch.nn.Parameter(tensor.clone())
     return Weights()
 
@@ -181,7 +200,7 @@ def _save(model: Any, path: Path | None) -> None:
 
 
 def _group() -> tuple[Any, int]:
-    """The group that torchrun describes, or None."""
+    """Return torchrun's group, or None for a single process, and this process's rank."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return None, 0
@@ -192,20 +211,11 @@ def _group() -> tuple[Any, int]:
     return collectives.group_of(), collectives.rank_in()
 
 
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, sort_keys=True, default=str))
-
-
-def _table(title: str, rows: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, show_header=False)
-    table.add_column()
-    table.add_column(overflow="fold")  # hashes are there to be copied
-    for name, value in rows.items():
-        table.add_row(name, str(value))
-    Console().print(table)
+def _show(title: str, values: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(values)
+    else:
+        print_table(title, ("name", "value"), [(name, str(value)) for name, value in values.items()], left=2)
 
 
 def run(args: Run) -> int:
@@ -233,7 +243,7 @@ def run(args: Run) -> int:
         f"fetch {record['fetch_s']:.2f} s, validate {record['validate_s']:.2f} s", file=sys.stderr,
     )  # fmt: skip
     if report.upload is not None and not report.upload.wait(60):
-        print(f"rank {rank}: the artifact is not in the store ({report.upload.failures} failures)", file=sys.stderr)
+        print(f"rank {rank}: the artifact was not uploaded ({report.upload.failures} failures)", file=sys.stderr)
     if rank == 0:
         _save(model, args.save)
         overlap = report.overlap
@@ -254,10 +264,7 @@ def run(args: Run) -> int:
             "unready": report.unready,
             "seconds": {k: round(v, 4) for k, v in record.items() if k.endswith("_s")},
         }
-        if args.json:
-            _print_json(summary)
-        else:
-            _table(f"window {args.window}", summary)
+        _show(f"window {args.window}", summary, as_json=args.json)
     if group is not None:
         from shoal.comm.ranks import collectives
 
@@ -303,7 +310,7 @@ def inspect(args: Inspect) -> int:
                 rows |= {"valid": True, "digest": info.digest, "bytes": info.download_bytes, "norms": norms}
         except PayloadRejected as error:
             rows = {"valid": False, "reason": error.reason, "detail": error.detail}
-    _print_json(rows) if args.json else _table(str(args.path), rows)
+    _show(str(args.path), rows, as_json=args.json)
     return 0 if rows.get("valid", True) else 1
 
 
@@ -329,8 +336,8 @@ def replay(args: Replay) -> int:
         "skipped": report.skipped_params,
         "peak bytes": report.peak_bytes,
     }
-    _print_json(rows) if args.json else _table(str(args.artifact), rows)
+    _show(str(args.artifact), rows, as_json=args.json)
     if args.expect and args.expect != report.update_hash:
-        print(f"shoal gather: the update hash is not {args.expect}", file=sys.stderr)
+        print(f"shoal gather: the update hash is {report.update_hash}, expected {args.expect}", file=sys.stderr)
         return 1
     return 0 if report.decision == "APPLY" else EXIT_SKIPPED

@@ -1,34 +1,47 @@
-"""`shoal gather simulate`: synthetic peers on real processes, as tables, JSON and a picture."""
+"""`shoal gather simulate`: synthetic peers on real processes, as tables, JSON and a plot."""
 
-import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.shared.console import print_json, print_table
 from shoal.errors import missing_extra
 
 
 @dataclass(kw_only=True)
 class Simulate:
-    """Synthetic peers on real processes: scaling and memory, and a projection to 1,000 peers and 64 ranks.
+    """Measure scaling and memory with synthetic peers on real processes, and project to 1,000 peers and 64 ranks.
 
     Example: shoal gather simulate --peers 16 --worlds 1 2 4 --plot out/gather.png
     """
 
     peers: int = 16
+    """Number of peers."""
     worlds: tuple[int, ...] = (1, 2, 4)
+    """Numbers of ranks to measure with."""
     memory_peers: tuple[int, ...] = (4, 16, 64)
+    """Numbers of peers to measure memory with, on one rank."""
     rows: int = 1024
+    """Rows of the model's matrix."""
     columns: int = 1024
+    """Its columns."""
     faults: float = 0.2
+    """Share of peers that are absent, late, truncated, poisoned or out of range."""
     copycats: int = 1
+    """Number of peers that copy another peer's update."""
     latency_s: float = 0.05
+    """Seconds that a fetch takes."""
     concurrent: int = 1
+    """Concurrent fetches per rank."""
     budget_mib: int = 64
+    """Memory budget of the outer update."""
     seed: int = 0
+    """Seed of the synthetic updates."""
     plot: Path | None = None
+    """File for a plot (PNG)."""
     json: bool = False
+    """Print JSON instead of tables."""
 
 
 def simulate(args: Simulate) -> int:
@@ -54,44 +67,27 @@ def simulate(args: Simulate) -> int:
     if args.plot is not None:
         _plot(args.plot, scaling, memory, base)
     if args.json:
-        print(json.dumps(out, indent=2, sort_keys=True, default=str))
-        return 0 if len(same) == 1 else 1
-    _tables(args, base, scaling, memory, projected)
-    print("the update and the artifact are the same bits for every number of ranks" if len(same) == 1 else "DIVERGED")
+        print_json(out)
+    else:
+        _tables(args, base, scaling, memory, projected)
+        equal = "the update and the artifact are bit-identical for every number of ranks"
+        print(equal if len(same) == 1 else "DIVERGED: the update or the artifact depends on the number of ranks")
     return 0 if len(same) == 1 else 1
 
 
 def _tables(args: Simulate, base: Any, scaling: list[Any], memory: list[Any], projected: list[Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    table = Table(
-        "ranks", "seconds", "fetch", "validate", "accumulate", "accepted", "flagged", title=f"{args.peers} peers"
-    )
+    rows = []
     for m in scaling:
         phases = [f"{m.phases[k]:.3f}" for k in ("fetch_s", "validate_s", "accumulate_s")]
-        table.add_row(str(m.world), f"{m.seconds:.3f}", *phases, str(m.summary["accepted"]), str(m.summary["flagged"]))
-    console.print(table)
-    console.print(f"skipped: {scaling[0].summary['skipped']}")
-    table = Table("peers", "peak bytes", "budget", title="memory of the update, one rank")
-    for m in memory:
-        table.add_row(str(m.peers), f"{m.peak_bytes:,}", f"{base.budget_bytes:,}")
-    console.print(table)
-    table = Table(
-        "peers",
-        "ranks",
-        "fetch s",
-        "validate s",
-        "overlap s",
-        "update s",
-        "total s",
-        title="projected from the costs above",
-    )
-    for row in projected:
-        values = [f"{row[k]:.2f}" for k in ("fetch_s", "validate_s", "overlap_s", "update_s", "total_s")]
-        table.add_row(str(row["peers"]), str(row["world"]), *values)
-    console.print(table)
+        rows.append([str(m.world), f"{m.seconds:.3f}", *phases, str(m.summary["accepted"]), str(m.summary["flagged"])])
+    columns = ("ranks", "seconds", "fetch", "validate", "accumulate", "accepted", "flagged")
+    print_table(f"{args.peers} peers", columns, rows, left=0)
+    print(f"skipped: {scaling[0].summary['skipped']}")
+    rows = [[str(m.peers), f"{m.peak_bytes:,}", f"{base.budget_bytes:,}"] for m in memory]
+    print_table("memory of the update, one rank", ("peers", "peak bytes", "budget"), rows, left=0)
+    phases = ("fetch", "validate", "overlap", "update", "total")
+    rows = [[str(one["peers"]), str(one["world"]), *(f"{one[f'{k}_s']:.2f}" for k in phases)] for one in projected]
+    print_table("projected from the costs above", ("peers", "ranks", *(f"{k} s" for k in phases)), rows, left=0)
 
 
 def _plot(path: Path, scaling: list[Any], memory: list[Any], base: Any) -> None:
@@ -116,4 +112,4 @@ def _plot(path: Path, scaling: list[Any], memory: list[Any], base: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-    print(f"drawn to {path}", file=sys.stderr)
+    print(f"plot: {path}", file=sys.stderr)

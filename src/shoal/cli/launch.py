@@ -1,7 +1,7 @@
-"""`shoal launch`: N ranks under torchrun's own agent, with a console that shows who says what.
+"""`shoal launch`: start N ranks with torchrun's agent, and prefix every output line with its rank.
 
-Every line is prefixed with its rank. When a rank fails the others are ended, and all start again if that is allowed,
-with a line that says why; else the first failure's last lines are shown at the end. Ctrl-C ends all ranks.
+When a rank fails, the others are stopped. With restarts left, all ranks start again and a line gives the reason;
+otherwise the last output lines of the first failure are printed at the end. Ctrl-C stops all ranks.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,12 @@ EXAMPLES = """examples:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="shoal launch",
-        description="Starts N ranks of a Python script on this machine, and with --nnodes on others, too. With "
-        "--max-restarts a rank that dies is replaced; `shoal train` continues from its last checkpoint.",
+        description="Start N ranks of a Python script on this machine or, with --nnodes, on several. With "
+        "--max-restarts all ranks start again when one dies; `shoal train` then resumes from its last checkpoint.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-n", "--nproc", type=int, default=2, help="ranks to start (2)")
+    parser.add_argument("-n", "--nproc", type=int, default=2, help="number of ranks to start (2)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N",
@@ -41,20 +42,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--nnodes", type=_hosts, default=(1, 1), metavar="MIN:MAX",
-        help="hosts of the run, each with its own `shoal launch`; it runs with as many as there are (1)",
+        help="number of hosts, each with its own `shoal launch`; the run uses all that join, at least MIN (1)",
     )  # fmt: skip
     parser.add_argument(
-        "--rdzv-endpoint", default="", metavar="HOST:PORT", help="where the hosts meet; HOST is one of them"
+        "--rdzv-endpoint", default="", metavar="HOST:PORT", help="the rendezvous address; HOST is one of the hosts"
     )
-    parser.add_argument("--rdzv-id", default="", metavar="NAME", help="the name of the run, the same on all hosts")
-    parser.add_argument("--local-addr", metavar="ADDRESS", help="of this host, for the others (that of its name)")
+    parser.add_argument("--rdzv-id", default="", metavar="NAME", help="name of the run, the same on all hosts")
+    parser.add_argument(
+        "--local-addr",
+        metavar="ADDRESS",
+        help="address at which the other hosts reach this one (default: from its host name)",
+    )
     parser.add_argument(
         "--allow-insecure", action="store_true",
-        help="let hosts meet over a network: torch's ports have no keys, so it must be yours alone",
+        help="rendezvous over a network; torch's ports are not authenticated, so the network must be private",
     )  # fmt: skip
-    parser.add_argument("--log-dir", type=Path, help="keep each rank's stdout and stderr here")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON that says how it went")
-    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("--log-dir", type=Path, help="folder for each rank's stdout and stderr")
+    parser.add_argument("--json", action="store_true", help="print the outcome as one line of JSON at the end")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
     options = parser.parse_args(argv)
     if options.nproc < 1:
@@ -70,18 +75,15 @@ def _hosts(text: str) -> tuple[int, int]:
 
 
 def main(argv: list[str]) -> int:
-    try:
-        options = parse(argv)
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
+    options = parse(argv)
     from shoal.comm.launch.elastic import Restarts
     from shoal.errors import ConfigError
     from shoal.observe.security import is_loopback
 
     if options.rdzv_endpoint and not options.allow_insecure and not is_loopback(options.rdzv_endpoint):
         raise ConfigError(
-            f"--rdzv-endpoint {options.rdzv_endpoint}: the ports by which torch's ranks exchange have neither keys nor "
-            "TLS, so anyone on that network could join the run; pass --allow-insecure if the network is yours alone"
+            f"--rdzv-endpoint {options.rdzv_endpoint}: torch's ports have neither keys nor TLS, so anyone on that "
+            "network could join the run; pass --allow-insecure if the network is private"
         )
     restarts = Restarts()
     with _log_folder(options.log_dir) as folder:
@@ -108,44 +110,30 @@ def _log_folder(wanted: Path | None) -> Iterator[str]:
 
 
 def _run(options: argparse.Namespace, folder: str, restarts: Any) -> tuple[int, dict[str, Any] | None]:
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     from shoal.comm.launch.elastic import Launch, run_elastic
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it ourselves, shorter
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we report failures ourselves
     launch = Launch(
         nproc=options.nproc, hosts=options.nnodes, meet=options.rdzv_endpoint, run_id=options.rdzv_id,
         max_restarts=options.max_restarts, address=options.local_addr, log_dir=folder,
     )  # fmt: skip
     command = [sys.executable, "-u", *(["-m"] if options.module else []), options.script, *options.args]
-    try:
-        run_elastic(launch, command, _tell, restarts)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        code = failure.exitcode if failure.exitcode > 0 else 1
-        return code, {
-            "rank": rank,
-            "exit_code": failure.exitcode,
-            "signal": _signal(failure),
-            "tail": _tail(folder, rank),
-        }
-    except SignalException as stop:
-        _tell(f"{stop.sigval.name}, all ranks ended")
-        return 128 + stop.sigval, None
-    return 0, None
+    ended = run_elastic(launch, command, _tell, restarts)
+    if ended.signal is not None:
+        _tell(f"{ended.signal.name}, all ranks stopped")
+        return 128 + ended.signal, None
+    if ended.failure is None:
+        return 0, None
+    failure = asdict(ended.failure)
+    return max(failure["exit_code"], 1), failure | {"tail": _tail(folder, ended.failure.rank)}
 
 
 def _tell(text: str) -> None:
     print(f"shoal launch: {text}", file=sys.stderr, flush=True)
 
 
-def _signal(failure: Any) -> str | None:
-    return failure.signal_name() if failure.exitcode < 0 else None
-
-
 def _tail(folder: str, rank: int) -> list[str]:
-    """The last lines of the rank's stderr, or stdout if it said nothing there, in its last attempt."""
+    """Return the last lines of the rank's stderr in its last attempt, or of stdout if stderr is empty."""
     for stream in ("stderr.log", "stdout.log"):
         files = sorted(Path(folder).glob(f"**/{rank}/{stream}"))
         lines = files[-1].read_text(errors="replace").splitlines() if files else []
@@ -157,7 +145,8 @@ def _tail(folder: str, rank: int) -> list[str]:
 def _show(failure: dict[str, Any]) -> None:
     how = failure["signal"] or f"exit code {failure['exit_code']}"
     print(
-        f"\nshoal launch: rank {failure['rank']} failed first, with {how}; the other ranks were ended", file=sys.stderr
+        f"\nshoal launch: rank {failure['rank']} failed first, with {how}; the other ranks were stopped",
+        file=sys.stderr,
     )
     for line in failure["tail"]:
         print(f"  {line}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`shoal plan`: memory, network and time per step on 1 to 1,000 hosts, before anybody rents them."""
+"""`shoal plan`: estimate memory, network and step time on 1 to 1,000 hosts."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from shoal.cli.shared.arguments import parse
 from shoal.cli.shared.console import make_console, print_json, print_table, show_bytes
 from shoal.errors import ConfigError, UsageError
 
-DESCRIPTION = """Say what training will need on 1 to 1,000 hosts, by all-to-all (every table by row, or each in the best
-way) and by parameter servers: memory, network, time per step, the bottleneck, and what a change would bring.
---spread N shows how the tables are spread over N hosts, and why; --save keeps that plan for shoal.sharded.shard.
+DESCRIPTION = """Estimate memory, network, step time and bottleneck of training on 1 to 1,000 hosts, with all-to-all
+(every table by row, or each in its best way) and with parameter servers, and the effect of possible changes.
+--spread N shows how the tables are spread over N hosts, and why; --save writes that plan for shoal.sharded.shard.
 
-What rows, messages and arithmetic cost is measured on this machine (20 seconds or more; kept in a file, and measured
-again with --measure); what hosts and links can do is stated in the configuration:
+The costs of rows, messages and arithmetic are measured on this machine (20 seconds or more; cached in a file until
+--measure is given). The capacity of hosts and links comes from the configuration:
 
   [[table]]
   name = "item"
   dim = 16
   ids_per_sample = 20
-  ids_per_day = 2e6          # that were never seen before
+  ids_per_day = 2e6          # new ids, never seen before
   expire_days = 30
   optimizer = "adagrad"
 
   [model]
-  batch = 4096               # of one host
+  batch = 4096               # per host
   dense_parameters = 5e6
   samples_per_day = 2e9
-  step_ms = 35               # of the real model on one host, if it was timed
+  step_ms = 35               # measured step time of the real model on one host, if known
 
   [host]
   cores = 32
   memory_gb = 256
   network_gbps = 25
 
-Example: shoal plan plan.toml --out plan.png
+examples:
+  shoal plan plan.toml --out plan.png
+  shoal plan --measure --json"""
 
-or: shoal plan --measure --json"""
 
-
-BUSY = 0.5  # load of each CPU beyond which a measurement is not to be trusted
+BUSY = 0.5  # load per CPU above which a measurement is unreliable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,34 +50,32 @@ class Options:
     """Flags of `shoal plan`."""
 
     config: Path | None = None
-    """The plan, as TOML; without it --measure alone."""
+    """The plan as TOML; can be left out with --measure."""
     measure: bool = False
     """Measure this machine again."""
     costs: Path | None = None
-    """Where measured costs are kept; by default in the user's cache. If the file is not there, this machine is measured
-    and its costs are written to it; costs of another machine can be given here."""
+    """File with measured costs; by default in the user's cache. If it does not exist, this machine is measured and its
+    costs are written to it. It can be a file from another machine."""
     out: Path | None = None
-    """Draw a picture (PNG) here."""
+    """File for a plot (PNG)."""
     spread: int | None = None
-    """Show where each table is on so many hosts, and why."""
+    """Show where each table is on this many hosts, and why."""
     save: Path | None = None
-    """Keep that as JSON, for shoal.sharded.Plan.load and shard; needs --spread."""
+    """Write that plan as JSON, for shoal.sharded.Plan.load and shard; needs --spread."""
     json: bool = False
     """Print everything as JSON."""
 
 
 def main(argv: list[str]) -> int:
     options = parse(Options, argv, "plan", DESCRIPTION, positional="config")
-    if isinstance(options, int):
-        return options
     from shoal.plan.config import load_plan
 
     if options.save is not None and options.spread is None:
-        raise UsageError("--save keeps how tables are spread over hosts; say over how many with --spread N")
+        raise UsageError("--save needs --spread N, the number of hosts to spread the tables over")
     if options.spread is not None and (options.config is None or options.spread < 1):
         raise UsageError(f"--spread needs a plan as TOML and a number of hosts >= 1, got {options.spread}")
     if options.config is None and not options.measure:
-        raise UsageError("give a plan as TOML, or --measure; shoal plan --help shows one")
+        raise UsageError("a plan as TOML or --measure must be given; shoal plan --help shows an example")
     plan = load_plan(options.config) if options.config is not None else None
     costs = _costs(options)
     if plan is None:
@@ -94,7 +92,7 @@ def _costs(options: Options) -> Any:
     path = options.costs or cache_path()
     if path.exists() and not options.measure:
         return load_costs(path)
-    try:  # before ten seconds of measuring rather than after
+    try:  # fail before the measurement rather than after it
         prepare(path)
     except OSError as error:
         raise ConfigError(f"--costs {path}: {error.strerror or error}") from None
@@ -151,7 +149,7 @@ def _show(options: Options, plan: Any, costs: Any) -> int:
     from shoal.plan.model import LAYOUTS, estimates
 
     found = estimates(plan, costs)
-    start = recommended(found, plan)
+    start = recommended(found)
     best = max((e for e in found if e.fits), key=lambda e: e.samples_per_s, default=None)
     at = start or best or min(found, key=lambda e: e.memory_share)
     advice = changes(plan, costs, at)
@@ -181,7 +179,7 @@ def _show(options: Options, plan: Any, costs: Any) -> int:
                  f"{e.bottleneck} ({100 * e.seconds[e.bottleneck] / e.step_s:.0f} %)", *e.notes]
             )  # fmt: skip
         hosts = "workers + servers" if layout == "parameter_server" else "hosts"
-        columns = [hosts, "step ms", "samples/s", "sent a step", "memory (share)", "days a day", "bottleneck"]
+        columns = [hosts, "step ms", "samples/s", "sent per step", "memory (share)", "days per day", "bottleneck"]
         if layout == "planned":
             columns.append("tables by")
         print_table(layout.replace("_", " "), columns, rows)
@@ -189,15 +187,16 @@ def _show(options: Options, plan: Any, costs: Any) -> int:
     servers = f" and {at.servers} server{'s'[: at.servers > 1]}" if at.servers else ""
     where = f"{at.layout.replace('_', ' ')}, {at.hosts} worker{'s'[: at.hosts > 1]}{servers}"
     if start is not None:
-        why = "everything fits" + (" and the stream is kept up with" if plan.model.samples_per_day else "")
+        why = "everything fits" + (" and training keeps up with the stream" if plan.model.samples_per_day else "")
         console.print(f"[bold]start with {where}[/]: the fewest hosts where {why}.")
     elif best is None:
         console.print(
-            f"[bold]the rows fit on none of these[/]; nearest is {where}, at {at.memory_share:.1f} times a host."
+            f"[bold]the rows do not fit on any of these[/]; the nearest is {where}, which needs {at.memory_share:.1f} "
+            "times the memory of a host."
         )
     else:
         console.print(f"[bold]none of these keeps up with the stream[/]; the fastest that fits is {where}.")
-    console.print(f"what is in the way there: {WHY[at.bottleneck]}.")
+    console.print(f"bottleneck: {WHY[at.bottleneck]}.")
     for change in advice[:4]:
         console.print(f"  {change.what}: samples/s x {change.samples_per_s:.2f}, memory x {change.memory:.2f}")
     busy = f", busy with other work (load {costs.load:.1f})" if costs.load > BUSY else ""
@@ -205,5 +204,5 @@ def _show(options: Options, plan: Any, costs: Any) -> int:
         f"costs measured {costs.measured} on {costs.machine}{busy}; hosts and links as stated in {options.config}."
     )
     if options.out is not None:
-        console.print(f"the picture is {options.out}")
+        console.print(f"the plot is {options.out}")
     return 0

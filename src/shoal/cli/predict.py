@@ -1,4 +1,4 @@
-"""`shoal predict`: asks a served model from the command line."""
+"""`shoal predict`: query a served model from the command line."""
 
 import asyncio
 import base64
@@ -13,26 +13,23 @@ from shoal.cli.shared.arguments import parse
 from shoal.cli.shared.security_options import CallSecurity
 from shoal.errors import ConfigError, ShoalError, UsageError
 
-DESCRIPTION = """Ask a served model: one JSON object per row in, one JSON object per row out.
+DESCRIPTION = """Query a served model: one JSON object per row in, one JSON object per row out.
 
 Example: shoal predict 127.0.0.1:8500 --model ctr '{"user": "u17", "age": 33}'
 
-Several replicas, or those of a registry (--registry of shoal serve):
-
+Several replicas, or those in a registry (--registry of shoal serve):
   shoal predict a:8500,b:8500 --model ctr '{"user": "u17", "age": 33}'
-
   shoal predict dir:///shared/registry --model ctr '{"user": "u17", "age": 33}'
 
 Rows from a file, one JSON object per line; a list is a feature with several values:
-
   shoal predict 127.0.0.1:8500 --model ctr < rows.jsonl > scores.jsonl
 
-Answers are in the order of the rows. A row that the model refuses is told on stderr, the others are answered.
+Predictions are in the order of the rows. A row that the model refuses is reported on stderr; the others continue.
 
 Exit codes: 0 every row was answered, 1 some were not, 2 wrong usage."""
 
 AT_ONCE = 512
-"""Rows that are asked for before the first of them is answered."""
+"""Maximum number of rows in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,36 +41,35 @@ class Options:
     rows: tuple[str, ...] = ()
     """JSON objects, one per row; without any they are read from stdin, one per line."""
     model: str = ""
-    """The name that the model is served under."""
+    """The name under which the model is served."""
     signature: str = "serving_default"
+    """The signature to call."""
     version: int | None = None
-    """A version to insist on; by default the newest."""
+    """The version to query; by default the newest."""
     output: tuple[str, ...] = ()
     """Outputs to print; by default all."""
     deadline: float = 10.0
-    """Seconds that a row may take, with all attempts."""
+    """Seconds allowed per row, including retries."""
     bzid: str = "shoal"
     """Business id in the registry."""
     json: bool = False
-    """Answer a row that is refused on stdout, too, as {"error": "...", "code": 3}: then every row has a line."""
+    """Also print a line for each refused row on stdout: {"error": "...", "code": 3}."""
     security: CallSecurity = field(default_factory=CallSecurity)
 
 
 def main(argv: list[str]) -> int:
     options = parse(Options, argv, "predict", DESCRIPTION, positional=("servers", "rows"))
-    if isinstance(options, int):
-        return options
     if options.servers is None:
-        raise UsageError("whom to ask? Give host:port of a server, or a registry")
+        raise UsageError("SERVERS must be given: host:port of a server, or a registry")
     if not options.model:
-        raise UsageError("which model? Give --model NAME, the name that it is served under")
+        raise UsageError("--model NAME must be given: the name under which the model is served")
     if not options.rows and sys.stdin.isatty():
-        raise UsageError("""what to ask? Give rows such as '{"user": "u17"}', or one per line on stdin""")
+        raise UsageError("""rows must be given: JSON objects such as '{"user": "u17"}', or one per line on stdin""")
     return asyncio.run(predict(options))
 
 
 async def predict(options: Options) -> int:
-    """Asks for all rows; 1 if some were not answered."""
+    """Query all rows; return 1 if some were not answered."""
     from shoal.serving.client.client import Client
 
     client = Client(
@@ -92,7 +88,7 @@ async def predict(options: Options) -> int:
 
 
 async def _print_all(waiting: asyncio.Queue, as_json: bool) -> int:
-    """Prints answers in their order; how many there were not."""
+    """Print answers in order; return the number of failures."""
     failed = 0
     while (one := await waiting.get()) is not None:
         where, task = one
@@ -107,7 +103,7 @@ async def _print_all(waiting: asyncio.Queue, as_json: bool) -> int:
 
 
 def _rows(options: Options) -> Iterator[tuple[str, str]]:
-    """(where it is from, JSON) of each row."""
+    """Yield (position, JSON) of each row."""
     if options.rows:
         yield from ((f"row {number}", text) for number, text in enumerate(options.rows, 1))
         return
@@ -118,7 +114,7 @@ async def _ask(client: Any, text: str, outputs: tuple[str, ...]) -> dict[str, An
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"it is not JSON: {error}") from None
+        raise ConfigError(f"a row must be a JSON object: {error}") from None
     if not isinstance(row, dict):
         raise ConfigError(f"a row must be a JSON object, got {text.strip()[:40]!r}")
     answer = await client.predict_async({name: [value] for name, value in row.items()}, outputs=outputs)
@@ -126,7 +122,7 @@ async def _ask(client: Any, text: str, outputs: tuple[str, ...]) -> dict[str, An
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: texts as they are, bytes that are not text as ``{"b64": …}``."""
+    """Convert to JSON's types: text as it is, other bytes as ``{"b64": …}``."""
     if isinstance(value, bytes):
         try:
             return value.decode()

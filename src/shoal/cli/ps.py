@@ -1,4 +1,4 @@
-"""`shoal ps`: one shard of a parameter server, its keys, and its checkpoints for another number of shards."""
+"""`shoal ps`: run a parameter server for one shard, and manage its keys, checkpoints and archive."""
 
 from __future__ import annotations
 
@@ -18,121 +18,120 @@ from shoal.cli.shared.stopping import stop_event
 from shoal.errors import PeerError, UsageError
 
 EXAMPLES = """examples:
-
   shoal ps --shard 0 --of 2 --config tables.toml --port 7100 --durability log --dir /data/ps
-
-  shoal ps keygen --out keys --name server
-
-  shoal ps reshard --source /data/ps --target /data/ps3 --of 3
-
   shoal ps status 127.0.0.1:7100 127.0.0.1:7101
+  shoal ps keygen --out keys --name server
+  shoal ps reshard --source /data/ps --target /data/ps3 --of 3
+  shoal ps handover 127.0.0.1:7100
+  shoal ps restore --archive s3://bucket/ctr --dir /data/ps --shard 0
 
-A shard on two hosts, either of which may be lost:
-
+A shard on two hosts that survives the loss of either:
   shoal ps --durability log --dir /data/ps --registry zk://zk1:2181 --group ctr --ack follower --port 7100"""
 
 
 @dataclass
 class Serve:
-    """Serves one shard until SIGTERM or SIGINT, which finish what was accepted first."""
+    """Serve one shard until SIGTERM or SIGINT; requests already accepted are finished first."""
 
     shard: int = 0
-    """Which shard this is."""
+    """Number of this shard, from 0."""
     of: int = 1
-    """How many there are."""
+    """Number of shards."""
     config: Path | None = None
-    """tables.toml; workers may make tables, too."""
+    """tables.toml; workers can also create tables."""
     host: str = "127.0.0.1"
-    """Address to listen on. Beyond this machine it needs --keys."""
+    """Address to listen on. Off loopback it needs --keys."""
     port: int = 0
-    """0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
     http_host: str = "127.0.0.1"
-    """Address of the status page, /metrics and /healthz. Beyond this machine it needs --tls-cert and --tokens."""
+    """Address of the status page, /metrics and /healthz. Off loopback it needs --tls-cert and --tokens."""
     http_port: int = 0
-    """Its port; 0 takes a free one."""
+    """Port of the status page; 0 picks a free one."""
     durability: Literal["none", "checkpoint", "log"] = "none"
     """What survives a crash: nothing, the last checkpoint, or everything that was acknowledged."""
     dir: Path | None = None
-    """Where checkpoints and logs are kept; each shard has a folder of its own in it."""
+    """Folder for checkpoints and logs; each shard has its own subfolder."""
     checkpoint_every: str = "10m"
-    """Time between checkpoints, such as 30s, 10m or 2h; 0 for none but the last."""
+    """Time between checkpoints, such as 30s, 10m or 2h; 0 for only the last one."""
     evict_every: str = "0"
     """Time between removals of expired rows; 0 for never."""
     keys: Path | None = None
     """The server's .key_secret file: CURVE identity and encryption."""
     clients: Path | None = None
-    """Folder with the public keys of those who may connect; without it all who have the server's public key may."""
+    """Folder with the public keys of allowed clients; by default, anyone with the server's public key can connect."""
     allow_insecure: bool = False
-    """Listen beyond this machine without keys, TLS and tokens: anyone on the network can read and change rows.
-    --insecure is the same."""
+    """Listen off loopback without keys, TLS and tokens: anyone on the network can read and change rows. --insecure is
+    the same."""
     max_ids: int = 1 << 24
-    """Ids in one request at most."""
+    """Maximum number of ids in one request."""
     threads: int = 2
     """Threads for large lookups."""
     publish: str | None = None
     """Send rows as they are learnt to the replicas in this registry: dir:///path, a folder, or zk://host:port."""
     publish_model: str | None = None
-    """The name that the replicas serve the model by."""
+    """The name under which the replicas serve the model."""
     publish_every: str = "1s"
     """Time between two rounds of pushes."""
     registry: str | None = None
-    """Several servers hold this shard, and find each other here: dir:///path, a folder, or zk://host:port. One leads,
-    the others follow its log, and one that has everything leads when it has gone. Needs --durability log."""
+    """Replicate this shard on several servers, which find each other here: dir:///path, a folder, or zk://host:port.
+    One leads and the others follow its log; when it fails, an up-to-date follower takes over. Needs --durability
+    log."""
     group: str = "ps"
-    """The name that all servers of one model share in the registry."""
+    """Name in the registry that all servers of one model share."""
     replica_of: str | None = None
-    """Follow the server at this HOST:PORT, which was started with --ack, without a registry. It never leads by itself:
-    start it without this to have it lead."""
+    """Follow the server at this HOST:PORT, which was started with --ack, without a registry. A follower never takes
+    over by itself; restart it without this flag to make it lead."""
     ack: Literal["local", "follower"] | None = None
-    """When a write is acknowledged: on this server's disk (local), or also on the followers' (follower), so that the
-    loss of a host loses nothing. Default: local."""
+    """When to acknowledge a write: once it is on this server's disk (local), or also on the followers' (follower), so
+    that losing a host loses no data. Default: local."""
     advertise: str | None = None
-    """HOST:PORT that the others reach this server by; default: where it listens."""
+    """HOST:PORT at which the others reach this server; default: where it listens."""
     stale_reads: str = "0"
-    """Answer reads as a follower, too, with rows at most so old, such as 2s; 0 for never."""
+    """Maximum age of rows, such as 2s, with which a follower answers reads; 0: followers do not answer."""
     session_timeout: str = "4s"
-    """How long the registry waits for a server that is silent before another one leads."""
+    """How long a server can be silent before another one takes over."""
     force_lead: bool = False
-    """Lead even though writes that were acknowledged may be missing here: for when the other disks are lost."""
+    """Lead even if acknowledged writes are missing here; only for when the other disks are lost."""
     archive: str | None = None
-    """Store checkpoints and the log in an object store, too: s3://bucket/prefix, gs://…, az://… or file:///path. `shoal
-    ps restore` fills an empty host from it. Credentials come from the environment. Needs --durability log."""
+    """Also store checkpoints and the log in an object store: s3://bucket/prefix, gs://…, az://… or file:///path. `shoal
+    ps restore` restores an empty host from it. Credentials come from the environment. Needs --durability log."""
     archive_every: str = "5s"
-    """Time between two uploads: what the loss of the disk and of all followers loses at most."""
+    """Time between uploads: the most that is lost if the disk and all followers are lost."""
     archive_keep: str = "0"
-    """How long checkpoints and logs stay in the archive, such as 30d; 0 for ever."""
+    """How long checkpoints and logs stay in the archive, such as 30d; 0 for forever."""
     peer_keys: Path | None = None
     """This server's .key_secret file for connections to the other servers of the group; default: --keys."""
     json: bool = False
-    """Print where the server listens as one line of JSON."""
+    """Print the server's addresses as one line of JSON."""
     http_security: Certificates = field(default_factory=Certificates)
 
 
 @dataclass
 class Handover:
-    """Has the leader of a shard give its place to a follower, without a pause that a trainer notices.
+    """Hand a shard over from its leader to a follower, without a pause that a trainer notices.
 
     Example: shoal ps handover 127.0.0.1:7100
     """
 
     address: str
-    """Where the leader listens."""
+    """HOST:PORT of the leader."""
     keys: Path | None = None
-    """Your .key_secret file, where the servers use CURVE."""
+    """Your .key_secret file, if the servers use CURVE."""
     server: Path | None = None
     """The servers' public .key file."""
     timeout: float = 15.0
     """Seconds to wait."""
     json: bool = False
+    """Print JSON."""
 
 
 @dataclass
 class Restore:
-    """Fills an empty directory from an archive, with the shard as it was at the last moment that was stored.
+    """Restore a shard from an archive to an empty directory, in its state at the last upload.
 
-    Then start `shoal ps` with the same --dir. Example:
+    Then start `shoal ps` with the same --dir.
 
-    shoal ps restore --archive s3://bucket/ctr --dir /data/ps --shard 0
+    Example: shoal ps restore --archive s3://bucket/ctr --dir /data/ps --shard 0
     """
 
     archive: str
@@ -140,17 +139,18 @@ class Restore:
     dir: Path
     """The --dir of the new server."""
     shard: int = 0
-    """Which shard."""
+    """Number of the shard."""
     until: str | None = None
-    """Take nothing that was stored later, such as 2026-11-17T10:00 (in UTC, unless it says otherwise)."""
+    """Ignore everything stored after this time, such as 2026-11-17T10:00 (UTC by default)."""
     list: bool = False
-    """Only show which checkpoints and writes the archive has."""
+    """Only list the checkpoints and writes in the archive."""
     json: bool = False
+    """Print JSON."""
 
 
 @dataclass
 class Keygen:
-    """Makes a pair of CURVE keys.
+    """Generate a pair of CURVE keys.
 
     Example: shoal ps keygen --out keys --name server
     """
@@ -158,13 +158,14 @@ class Keygen:
     out: Path
     """Folder for NAME.key (public) and NAME.key_secret."""
     name: str = "server"
+    """Name of the key files."""
     json: bool = False
-    """Print where they are as one line of JSON."""
+    """Print the paths of the keys as one line of JSON."""
 
 
 @dataclass
 class Reshard:
-    """Rewrites the newest checkpoints of all shards for another number of shards.
+    """Rewrite the newest checkpoints of all shards for another number of shards.
 
     Example: shoal ps reshard --source /data/ps --target /data/ps3 --of 3
     """
@@ -174,31 +175,32 @@ class Reshard:
     target: Path
     """The --dir of the new ones; it must be empty."""
     of: int
-    """How many shards there will be."""
+    """New number of shards."""
     json: bool = False
+    """Print JSON."""
 
 
 @dataclass
 class Status:
-    """Asks servers what they hold, as JSON.
+    """Print the tables and state of servers as JSON.
 
     Example: shoal ps status 127.0.0.1:7100 127.0.0.1:7101
     """
 
     addresses: tuple[str, ...]
-    """Where they listen, in the order of their shards."""
+    """HOST:PORT of each server, in shard order."""
     keys: Path | None = None
-    """Your .key_secret file, where the servers use CURVE."""
+    """Your .key_secret file, if the servers use CURVE."""
     server: Path | None = None
     """The servers' public .key file."""
     timeout: float = 5.0
-    """Seconds to wait for their answers."""
+    """Seconds to wait for answers."""
     json: bool = False
-    """Has no effect: the answer is JSON in any case."""
+    """Has no effect: the output is always JSON."""
 
 
 def duration(text: str) -> timedelta | None:
-    """``30s``, ``10m``, ``2h``; None for 0."""
+    """Parse ``30s``, ``10m`` or ``2h``; None for 0."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
     if not match:
         raise UsageError(f"a time must be a number with s, m, h or d, such as 10m, got {text!r}")
@@ -217,9 +219,8 @@ def main(argv: list[str]) -> int:
     }
     if argv[:1] and argv[0] in verbs:
         return run_verb("ps", "", verbs, argv)
-    argv = ["--allow-insecure" if word == "--insecure" else word for word in argv]  # as it was called at first
-    options = parse(Serve, argv, "ps", f"{Serve.__doc__}\n\n{EXAMPLES}")
-    return options if isinstance(options, int) else serve(options)
+    argv = ["--allow-insecure" if word == "--insecure" else word for word in argv]  # its old name
+    return serve(parse(Serve, argv, "ps", f"{Serve.__doc__}\n\n{EXAMPLES}"))
 
 
 def serve(options: Serve) -> int:
@@ -227,29 +228,30 @@ def serve(options: Serve) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     if options.clients is not None and options.keys is None:
-        raise UsageError("--clients says whose keys may connect, so it needs the server's own: give --keys")
+        raise UsageError("--clients needs --keys: the server must have its own key to check those of clients")
     if (options.publish is None) != (options.publish_model is None):
         raise UsageError("--publish REGISTRY and --publish-model NAME must be given together")
     if options.registry is not None and options.replica_of is not None:
         raise UsageError("--registry finds the leader by itself; give it or --replica-of, not both")
     with stop_event() as stop:
         code, ports = None, None
-        while code is None:  # a server that has to lead no more, or cannot follow as it is, starts again as a follower
+        while code is None:  # a server that loses the lead, or cannot follow from its state, restarts as a follower
             try:
                 code, ports = _serve_once(options, stop, ports)
             except OSError as error:
                 if ports is None or error.errno not in FULL:
                     raise
-                text = "shard %d must start again, as a follower, and waits for room on its disk: %s"
+                text = "shard %d must restart as a follower and is waiting for free disk space: %s"
                 logging.getLogger("shoal.ps").error(text, options.shard, error)
                 code = 0 if stop.wait(ROOM_EVERY_S) else None
     return code
 
 
 def _serve_once(options: Serve, stop: Any, ports: tuple[int, int] | None) -> tuple[int | None, tuple[int, int] | None]:
-    """The exit code, or None to serve again; and the ports. With ``ports`` it is not the first time."""
+    """Serve; return the exit code, or None to serve again, and the ports. ``ports`` is None only on the first call."""
     from shoal.serving.sync.shard_publish import ShardPublishing
-    from shoal.sharded.ps.client.tables import create_request, load_tables
+    from shoal.sharded.ps.client.remote import create_request
+    from shoal.sharded.ps.client.tables import load_tables
     from shoal.sharded.ps.limits import Limits
     from shoal.sharded.ps.security import ServerKeys
     from shoal.sharded.ps.server.engine import Engine
@@ -288,7 +290,7 @@ def _serve_once(options: Serve, stop: Any, ports: tuple[int, int] | None) -> tup
         replication.promoted = publishing.start
     try:
         server.start()
-    except StartAgain:  # it has said why
+    except StartAgain:  # the reason is in the log
         publishing.close()
         return None, ports
     if publishing.settings is not None and replication is None:
@@ -308,14 +310,14 @@ def _serve_once(options: Serve, stop: Any, ports: tuple[int, int] | None) -> tup
             return None, ports
     publishing.close()
     if replication is not None:
-        with contextlib.suppress(PeerError):  # nobody can take over: it leads again when it comes back
+        with contextlib.suppress(PeerError):  # no follower can take over: it leads again after its restart
             replication.hand_over(seconds=5.0)
     server.stop(checkpoint=folder is not None and options.durability != "none")
     return 0, ports
 
 
 def _replication(options: Serve, folder: Path | None, *, force_lead: bool) -> Any:
-    """This server's part in a group, if it has one."""
+    """Make this server's replication, if it is in a group."""
     if options.registry is None and options.replica_of is None and options.ack is None:
         return None
     from shoal.serving.cluster.discovery.leaders import RegistryBoard
@@ -353,7 +355,7 @@ def _replication(options: Serve, folder: Path | None, *, force_lead: bool) -> An
 
 
 def _archive(options: Serve, folder: Path | None) -> Any:
-    """Makes what stores a server's files in the archive, if it has one."""
+    """Return a factory of the uploads to the archive, if there is one."""
     if options.archive is None:
         return None
     from shoal.sharded.ps.archive.store import Archive
@@ -400,10 +402,10 @@ def restore(options: Restore) -> int:
     folder = options.dir / f"shard-{options.shard:05d}"
     note = (lambda text: None) if options.json else (lambda text: print(text, file=sys.stderr, flush=True))
     done = restore_from(archive, folder, until=until, note=note)
-    told = {"checkpoint": done.checkpoint, "last": done.last, "kept": done.kept, "dir": str(folder)}
+    restored = {"checkpoint": done.checkpoint, "last": done.last, "kept": done.kept, "dir": str(folder)}
     kept = f", with {', '.join(done.kept)} kept" if done.kept else ""
     text = f"{folder} holds shard {options.shard} up to write {done.last} (checkpoint {done.checkpoint}){kept}"
-    print(json.dumps(told) if options.json else text)
+    print(json.dumps(restored) if options.json else text)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`shoal serve`: a model server over exported models."""
+"""`shoal serve`: serve exported models."""
 
 import contextlib
 import json
@@ -19,11 +19,9 @@ from shoal.errors import ConfigError, DeadlineError, UsageError
 
 DESCRIPTION = """Serve exported models over TF-Serving's gRPC and REST interfaces, taking pushed rows while serving.
 
-Example: shoal serve out/model
-
-then: curl -d '{"instances": [{"user": [7]}]}' http://127.0.0.1:8501/v1/models/NAME:predict
-
-and open http://127.0.0.1:8501/ for the status page."""
+Example, with the status page at http://127.0.0.1:8501/:
+  shoal serve out/model
+  curl -d '{"instances": [{"user": [7]}]}' http://127.0.0.1:8501/v1/models/NAME:predict"""
 
 
 RELOAD_SECS = 60.0
@@ -34,58 +32,59 @@ class Options:
     """Flags of `shoal serve`."""
 
     model_dir: Path | None = None
-    """A model directory, or its exported_models."""
+    """A model directory, or its exported_models folder."""
     name: str | None = None
     """The model's name; by default the one that the export recorded."""
     sub_graph: tuple[str, ...] = ()
-    """Serve only these of a distributed export (entry, ps_0, ...)."""
+    """Serve only these sub-graphs of a distributed export (entry, ps_0, ...)."""
     config: Path | None = None
-    """A ModelServerConfig in text form instead of a directory; it is read again every minute."""
+    """A ModelServerConfig in text format, instead of a directory; it is reloaded every minute."""
     model_root: Path | None = None
-    """Models, also those of reloads over the network, must be inside; by default MODEL_DIR."""
+    """Folder that all models must be in, including those of network reloads; by default MODEL_DIR."""
     host: str = "127.0.0.1"
+    """Address to listen on. Off loopback it needs TLS, and tokens or a client CA."""
     port: int = 8500
     """gRPC port; 0 picks a free one."""
     rest_port: int | None = None
-    """HTTP port of REST, /metrics and the status page; 0 picks a free one, -1 turns it off. By default 8501 with the
-    gRPC port 8500, else a free one, in both cases on 127.0.0.1 whatever --host says."""
+    """HTTP port of REST, /metrics and the status page; 0 picks a free one, -1 turns it off. By default 8501 if the
+    gRPC port is 8500, else a free one, and on 127.0.0.1 regardless of --host."""
     rest_host: str | None = None
-    """Where it listens; by default --host if --rest-port is given."""
+    """Address that REST listens on; by default --host if --rest-port is given."""
     wait_s: float = 0.0
-    """Seconds to wait for the first export in MODEL_DIR, which need not be there yet."""
+    """Seconds to wait for the first export in MODEL_DIR, which does not have to exist yet."""
     poll_seconds: float = 1.0
-    """Time between looks for new versions; 0 = load once."""
+    """Seconds between checks for new versions; 0 = load once."""
     registry: str | None = None
     """Where to register: host:port,... of ZooKeeper, or dir:/path for a directory of files."""
     bzid: str = "shoal"
     """Business id in the registry."""
     advertise: str | None = None
-    """host:port that others reach the gRPC port by; by default the address it listens on."""
+    """host:port at which others reach the gRPC port; by default the address it listens on."""
     agent_port: int | None = None
-    """Port of the local agent that knows where the other sub-graphs are served."""
+    """Port of the local agent, which has the addresses of the other sub-graphs."""
     device: str = "cpu"
-    """Where rows and nets are: cpu, cuda, cuda:1."""
+    """Device of rows and nets: cpu, cuda, cuda:1."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: the products of matrices in bfloat16, which is quicker on GPUs and on CPUs that have it."""
+    """bf16: matrix products in bfloat16, which is faster on GPUs and on CPUs that support it."""
     compiled: bool = False
-    """Run nets that AOTInductor compiled at export (`shoal export --compiled`) where the core does not have their
-    operations. They are machine code that comes with the export: only for model directories that you trust."""
+    """Run nets that AOTInductor compiled at export (`shoal export --compiled`) if the core does not support their
+    operations. They are machine code inside the export: use it only with model directories that you trust."""
     max_batch_rows: int = 0
-    """Rows that micro-batching joins at most; 1 turns it off, 0 = 1024, with --device cuda 8192."""
+    """Maximum rows of a micro-batch; 1 turns it off, 0 = 1024, or 8192 with --device cuda."""
     max_message_mib: int = 32
-    """Larger requests are refused."""
+    """Maximum size of a request."""
     workers: int = 96
-    """Threads for what does not run on the event loop: pushes, calls of other servers, long batches."""
+    """Threads for work outside the event loop: pushes, calls to other servers, long batches."""
     max_waiting: int = 1024
-    """Requests of one model that may wait; further ones are refused with RESOURCE_EXHAUSTED (429 over REST)."""
+    """Maximum waiting requests per model; further ones are refused with RESOURCE_EXHAUSTED (429 over REST)."""
     model_limit: tuple[str, ...] = ()
     """NAME=N: as --max-waiting, for one model."""
     front: Literal["auto", "native", "python"] = "auto"
-    """What speaks gRPC: the native front end, or Python's gRPC library; auto = native where it was built."""
+    """gRPC server: the native front end, or Python's gRPC library; auto = native if it was built."""
     threads: int = 0
-    """Threads of one native or torch operation; 0 = as many as there are CPUs."""
+    """Threads of one native or torch operation; 0 = all CPUs."""
     drain_seconds: float = 10.0
-    """After SIGTERM, how long running requests may take."""
+    """Seconds after SIGTERM for running requests to finish."""
     json: bool = False
     """Print one JSON line with the addresses when ready."""
     observe: ObserveOptions = field(default_factory=ObserveOptions)
@@ -93,12 +92,11 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    options = parse(Options, argv, "serve", DESCRIPTION, positional="model_dir")
-    return options if isinstance(options, int) else serve(options)
+    return serve(parse(Options, argv, "serve", DESCRIPTION, positional="model_dir"))
 
 
 def serve(options: Options) -> int:
-    """Runs the server until SIGTERM or SIGINT."""
+    """Run the server until SIGTERM or SIGINT."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     with options.observe.opened("shoal-serve") as observed:
         return _serve(options, observed)
@@ -109,6 +107,7 @@ def _serve(options: Options, observed: dict[str, Any]) -> int:
 
     from shoal import set_num_threads
     from shoal.serving.net_utils import concat_ip_and_port
+    from shoal.serving.server.models import root_of
     from shoal.serving.server.process import tune_server_process
     from shoal.serving.server.server import ModelServer
 
@@ -130,7 +129,7 @@ def _serve(options: Options, observed: dict[str, Any]) -> int:
         config,
         options.poll_seconds,
         security=options.security.build(),
-        model_root=options.model_root or (_root(root) if root else None),
+        model_root=options.model_root or (root_of(root) if root else None),
         max_message_bytes=options.max_message_mib * 1024 * 1024,
         max_batch_rows=options.max_batch_rows,
         device=options.device,
@@ -147,12 +146,9 @@ def _serve(options: Options, observed: dict[str, Any]) -> int:
     _route(options, server, config)
     with stop_event() as stop:
         server.start()
-        registration = _register(options, server, bindings) if options.registry else None
-        ready = {
-            "grpc": server.address,
-            "rest": server.rest_address,
-            "models": sorted(model.name for model in server.models()),
-        }
+        registration = _Registration(options, server, bindings) if options.registry else None
+        names = sorted(model.name for model in server.models())
+        ready = {"grpc": server.address, "rest": server.rest_address, "models": names}
         print(json.dumps(ready) if options.json else _text(ready), flush=True)
         while not stop.wait(RELOAD_SECS if options.config is not None else None):
             _reload(options, server)
@@ -163,11 +159,11 @@ def _serve(options: Options, observed: dict[str, Any]) -> int:
 
 
 REST_PORT = 8501
-"""As TF-Serving has it, next to 8500."""
+"""TF-Serving's REST port, next to 8500 for gRPC."""
 
 
 def _rest_address(options: Options) -> str | None:
-    """Where REST listens, None if it is off. A port that was not asked for by number is another one if it is taken."""
+    """Return the address of REST, None if it is off. The default port gives way to a free one if it is taken."""
     from shoal.serving.net_utils import concat_ip_and_port, is_open
 
     if options.rest_port is not None:
@@ -176,29 +172,27 @@ def _rest_address(options: Options) -> str | None:
     host = options.rest_host or "127.0.0.1"
     usual = REST_PORT if options.port == REST_PORT - 1 else 0
     if usual and is_open(concat_ip_and_port(host, usual), 0.2):
-        logging.getLogger(__name__).warning("port %d is in use: the status page has another one", usual)
+        logging.getLogger(__name__).warning("port %d is in use: the status page gets another one", usual)
         usual = 0
     return concat_ip_and_port(host, usual)
 
 
 def _wait(root: Path, seconds: float) -> bool:
-    """Waits for a first export. Returns False if SIGTERM or SIGINT came first."""
+    """Wait for a first export. Returns False if SIGTERM or SIGINT came first."""
     from shoal.serving.cluster.rollout import newest_version
 
     end = time.monotonic() + seconds
-    told = False
     preparing: threading.Thread | None = None
     with stop_event() as stop:
         while True:
-            base = root / "exported_models" if (root / "exported_models").is_dir() else root
+            base = _export_base(root)
             if base.is_dir() and (newest_version(base) is not None or any(map(newest_version, base.iterdir()))):
                 if preparing is not None:
                     preparing.join()
                 return True
             if time.monotonic() >= end:
                 raise DeadlineError(f"{root} has no export after {seconds:g} s; does the trainer write there?")
-            if not told:
-                told = True
+            if preparing is None:
                 preparing = threading.Thread(target=_prepare, daemon=True)
                 preparing.start()
                 logging.getLogger(__name__).info("waiting for the first export in %s, up to %g s", root, seconds)
@@ -207,17 +201,17 @@ def _wait(root: Path, seconds: float) -> bool:
 
 
 def _prepare() -> None:
-    """Imports what the export will need, behind the trainer, which has to write it first."""
+    """Import the export's dependencies at low priority while the trainer writes it."""
     from shoal.serving.export.program_file import prepare_to_load
 
     if hasattr(os, "setpriority"):
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # of this thread alone, on Linux
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # on Linux, only of this thread
     prepare_to_load()
 
 
 def limits_of(given: tuple[str, ...]) -> dict[str, int]:
-    """``NAME=N`` flags as a mapping."""
+    """Parse ``NAME=N`` flags."""
     limits = {}
     for each in given:
         name, _, number = each.rpartition("=")
@@ -228,7 +222,7 @@ def limits_of(given: tuple[str, ...]) -> dict[str, int]:
 
 
 def _reload(options: Options, server: Any) -> None:
-    """Reads the configuration again; what is wrong with it is logged, and what was served is served on."""
+    """Reload the configuration; if it is invalid, log the error and keep serving the current models."""
     assert options.config is not None
     try:
         config = read_config(options.config)
@@ -257,16 +251,14 @@ def read_config(path: Path) -> Any:
         raise ConfigError(f"{path} is not a ModelServerConfig: {error}") from None
 
 
-def _root(path: Path) -> Path:
-    """Everything that a model directory may refer to: itself, or the folder above ``exported_models``."""
-    for parent in (path, *path.parents):
-        if parent.name == "exported_models":
-            return parent.parent
-    return path
+def _export_base(model_dir: Path) -> Path:
+    """Return the folder of a model directory that exports are in: ``exported_models``, or else itself."""
+    folder = model_dir / "exported_models"
+    return folder if folder.is_dir() else model_dir
 
 
 def models_of(options: Options) -> tuple[Any, dict[str, str], list[tuple[str, str, str]]]:
-    """(server config, alias -> model, bindings as (model, sub-graph, served name)) of a directory."""
+    """Return (server config, alias -> model, bindings); a binding is (model, sub-graph, served name)."""
     from shoal.proto.serving.tf_serving_pb2 import ModelServerConfig
     from shoal.serving.cluster.agent_utils import gen_model_config
     from shoal.serving.cluster.rollout import newest_version
@@ -276,9 +268,7 @@ def models_of(options: Options) -> tuple[Any, dict[str, str], list[tuple[str, st
     if options.config is not None:
         return read_config(options.config), {}, []
     assert options.model_dir is not None
-    base = (
-        options.model_dir / "exported_models" if (options.model_dir / "exported_models").is_dir() else options.model_dir
-    )
+    base = _export_base(options.model_dir)
     version = newest_version(base)
     if version is not None:  # a standalone export
         name = options.name or Manifest.read(base / str(version)).model_name
@@ -304,7 +294,7 @@ def models_of(options: Options) -> tuple[Any, dict[str, str], list[tuple[str, st
 
 
 def _route(options: Options, server: Any, config: Any) -> None:
-    """Where an entry finds its embedding shards: the agent's table, or this very process."""
+    """Set where an entry finds its embedding shards: the agent's table, or this process."""
     from shoal.serving.client.addresses import AgentHeartbeat, set_address_table
 
     if options.agent_port is not None:
@@ -315,7 +305,7 @@ def _route(options: Options, server: Any, config: Any) -> None:
 
 
 class _Registration:
-    """This server in a registry: its address, and which models it can answer for."""
+    """This server's registration: its address and the models it serves."""
 
     def __init__(self, options: Options, server: Any, bindings: list[tuple[str, str, str]]) -> None:
         from shoal.serving.cluster.records import Container
@@ -352,7 +342,3 @@ class _Registration:
         self._stop.set()
         self._thread.join(timeout=5)
         self._backend.stop()
-
-
-def _register(options: Options, server: Any, bindings: list[tuple[str, str, str]]) -> _Registration:
-    return _Registration(options, server, bindings)

@@ -1,4 +1,4 @@
-"""`shoal sync`: pushes what a trainer has touched to every replica that discovery names."""
+"""`shoal sync`: push freshly trained rows to every serving replica."""
 
 import contextlib
 import json
@@ -18,11 +18,11 @@ from shoal.observe.security import ServerSecurity
 
 DESCRIPTION = """Push freshly trained rows from a trainer or parameter server to all serving replicas.
 
-The trainer offers them with shoal.serving.SyncSource; replicas come from a registry, or from --target.
+The trainer offers rows with shoal.serving.SyncSource; replicas come from a registry or from --target.
 
-Example: shoal sync --source 127.0.0.1:9000 --model movie_ctr --registry dir:/var/lib/shoal --interval 1
-
-or: shoal sync --source 127.0.0.1:9000 --model movie_ctr --target 127.0.0.1:8500 --once"""
+examples:
+  shoal sync --source 127.0.0.1:9000 --model movie_ctr --registry dir:/var/lib/shoal --interval 1
+  shoal sync --source 127.0.0.1:9000 --model movie_ctr --target 127.0.0.1:8500 --once"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,41 +32,40 @@ class Options:
     source: str
     """host:port of the trainer's SyncSource."""
     source_name: str = "trainer"
-    """The name it is offered under."""
+    """The source's name."""
     model: str
     """The model whose replicas are followed."""
     target: tuple[str, ...] = ()
-    """Replicas by address instead of a registry; repeatable."""
+    """Addresses of replicas, instead of a registry; can be repeated."""
     registry: str | None = None
     """host:port,... of ZooKeeper, or dir:/path."""
     bzid: str = "shoal"
     """Business id in the registry."""
     base_name: str | None = None
-    """Follow a one-model cluster's replica registry under this name, instead of a unified one's bindings."""
+    """Use the replica registry of a one-model cluster under this name, instead of the unified cluster's bindings."""
     ps_index: int = 0
-    """Which shard the trainer trains."""
+    """Number of the shard that the trainer trains."""
     interval: float = 1.0
-    """Seconds from one round to the next."""
+    """Seconds between rounds."""
     once: bool = False
-    """One round, then exit: 0 if every replica took everything, else 1."""
+    """Run one round and exit: 0 if every replica accepted everything, else 1."""
     catch_up: bool = False
-    """Push everything touched since the start to replicas that appear later."""
+    """Push everything touched since the start to replicas that join later."""
     full_precision: bool = False
-    """Send floats also to replicas that ask for their storage codec."""
+    """Send floats even to replicas that ask for their storage codec."""
     metrics_port: int | None = None
     """Port of the status page and /metrics, on 127.0.0.1; 0 picks a free one."""
     json: bool = False
-    """One JSON line per round."""
+    """Print one JSON line per round."""
     security: CallSecurity = field(default_factory=CallSecurity)
 
 
 def main(argv: list[str]) -> int:
-    options = parse(Options, argv, "sync", DESCRIPTION)
-    return options if isinstance(options, int) else sync(options)
+    return sync(parse(Options, argv, "sync", DESCRIPTION))
 
 
 class _Fixed:
-    """Targets given by address."""
+    """A backend with fixed targets."""
 
     def __init__(self, model: str, targets: tuple[str, ...]) -> None:
         self._model, self._targets = model, list(targets)
@@ -98,12 +97,12 @@ def _backend(options: Options) -> Any:
 
 
 def sync(options: Options) -> int:
-    """Rounds until SIGTERM or SIGINT, or one with ``once``."""
+    """Run rounds until SIGTERM or SIGINT, or a single one with ``once``."""
     from shoal.serving.sync.monolith.handle import SyncClientHandle
     from shoal.serving.sync.monolith.manager import SyncClientManager
     from shoal.serving.sync.monolith.online import SyncLoop
+    from shoal.serving.sync.monolith.push_client import PushClient
     from shoal.serving.sync.monolith.source import follow_source
-    from shoal.serving.sync.push import PushClient
 
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
@@ -117,7 +116,7 @@ def sync(options: Options) -> int:
     with contextlib.ExitStack() as open_things:
         open_things.callback(handle.manager.close)
         follower = follow_source(options.source, handle, options.source_name, security)
-        open_things.callback(follower.close)  # tells the trainer what was delivered
+        open_things.callback(follower.close)  # reports to the trainer what was delivered
         backend = _backend(options)
         open_things.callback(backend.stop)
         loop = SyncLoop(backend, options.ps_index, handle, options.interval, follower.pull)

@@ -1,4 +1,4 @@
-"""`shoal table`: look into checkpoints of tables, compare, check, convert and rewrite them."""
+"""`shoal table`: inspect, compare, verify, convert and reshard checkpoints of tables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shoal.cli.table_options import Diff, Export, FromMonolith, Get, Import, Ls,
 from shoal.errors import ConfigError, DataError, UsageError, missing_extra
 
 ABOUT = """\
-A PATH is a basename (its files are <basename>-00000-of-00004 ...), one of its files, or a folder: of
-`save_incremental`, of `shoal ps`, of ranks, or <model>-<step>.assets. Files are streamed.
+A PATH is a basename (its files are <basename>-00000-of-00004 ...), one of its files, or a folder: one written by
+`save_incremental`, `shoal ps` or several ranks, or <model>-<step>.assets. Files are streamed.
 
 examples:
   shoal table stat ckpt/item
@@ -24,9 +24,8 @@ examples:
   shoal table reshard ckpt/item --shards 16 --out wide/item
   shoal table from-monolith /models/ctr --out ckpt-ctr
 
-exit codes: 0 done (diff: no difference), 1 the answer is no (get: no such id, diff: they differ) or the system failed,
-2 wrong usage, or (since 1 is an answer) a file is missing, truncated, damaged or alien; then nothing was written.
-130 interrupted."""
+exit codes: 0 success (diff: no difference), 1 the answer is no (get: no such id, diff: they differ) or a system error,
+2 wrong usage, or a file is missing, truncated, damaged or of unknown format (nothing was written), 130 interrupted."""
 
 
 def main(argv: list[str]) -> int:
@@ -54,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 
 def _negative_last(argv: list[str]) -> list[str]:
-    """A negative id is not a flag: ``get PATH -5`` becomes ``get PATH -- -5``."""
+    """Turn ``get PATH -5`` into ``get PATH -- -5``: a negative id is not a flag."""
     negative = [word for word in argv if re.fullmatch(r"-\d+", word)]
     if argv[:1] != ["get"] or "--" in argv or not negative:
         return argv
@@ -140,7 +139,7 @@ def ls(options: Ls) -> int:
         for row in found:
             print(json.dumps(row.report()))
         return 0
-    if limit is None:  # as many as there are: lines that need not be held
+    if limit is None:  # no limit: print row by row, without holding them all
         for row in found:
             print(f"{row.table}\t{row.id}\t{row.time}\t{row.norm:.6g}\t{_vector(row.weights, len(row.weights))}")
         return 0
@@ -162,7 +161,7 @@ def get(options: Get) -> int:
     from shoal.table.offline.stat import find, state_of
 
     if (options.id is None) == (options.text is None):
-        raise UsageError("what to get? Give an ID, or --text FEATURE=VALUE, and not both")
+        raise UsageError("exactly one of ID and --text FEATURE=VALUE must be given")
     source, wanted = _open(options.path, options.table)
     if options.text is not None:
         from shoal.data.feature_ids import ids_of_text
@@ -185,7 +184,7 @@ def get(options: Get) -> int:
                 for kind, values in state.items():
                     print(f"  segment {segment}, {kind}: {_state(values)}")
     if not rows:
-        of = f", which {options.text} is" if options.text is not None else ""
+        of = f" (of {options.text})" if options.text is not None else ""
         print(f"shoal table: {source.path} has no id {', '.join(map(str, ids))}{of}", file=sys.stderr)
     return 0 if rows else 1
 
@@ -203,7 +202,7 @@ def top(options: Top) -> int:
 
     source, wanted = _open(options.path, options.table)
     if options.n < 1:
-        raise ConfigError(f"-n must be at least 1, got {options.n}")
+        raise ConfigError(f"--n must be at least 1, got {options.n}")
     found = find_top(source, wanted, options.by, options.n)
     if options.json:
         print_json({name: [row.report() for row in rows] for name, rows in found.items()})
@@ -221,7 +220,7 @@ def diff(options: Diff) -> int:
     if a.kind == b.kind == "table" and not options.table and a.tables != b.tables:
         from shoal.table.offline.rewrite import renamed
 
-        b = renamed(b, {b.tables[0]: a.tables[0]})  # one table each: called differently, still the same
+        b = renamed(b, {b.tables[0]: a.tables[0]})  # one table each: compare them despite different names
     have = sorted({*a.tables, *b.tables})
     if unknown := sorted(set(options.table) - set(have)):
         raise ConfigError(f"neither has a table {unknown[0]!r}; they have {', '.join(map(repr, have[:20]))}")
@@ -296,7 +295,7 @@ def from_monolith(options: FromMonolith) -> int:
     with counting("rows") as seen:
         rows = rewrite.from_monolith(source, str(options.out), rename=rename, shards=options.shards, seen=seen)
     if source.filters and not options.json:
-        print(f"left out: {len(source.filters)} admission filters (restore_hash_filter reads them where they are)")
+        print(f"not converted: {len(source.filters)} admission filters; restore_hash_filter reads the original files")
     return _written(options.json, options.out, rows)
 
 

@@ -1,4 +1,4 @@
-"""The flags of `shoal table`, verb by verb; a class's docstring is the verb's help."""
+"""Flags of `shoal table` by verb; a class's docstring is the verb's help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Slots = Literal["v1", "v2"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stat:
-    """Rows, widths, optimizers, ages and norms of each table.
+    """Show rows, widths, optimizers, ages and norms of each table.
 
     Example: shoal table stat ckpt/item
     """
@@ -21,13 +21,14 @@ class Stat:
     table: tuple[str, ...] = ()
     """Only these tables."""
     slots: Slots = "v2"
-    """Where slots are in ids."""
+    """Format of the ids, which determines the bits that hold the slot."""
     json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ls:
-    """Rows in the order of the files.
+    """List rows in file order.
 
     Example: shoal table ls ckpt/item --slot 3 --limit 5
     """
@@ -39,19 +40,20 @@ class Ls:
     slot: int | None = None
     """Only ids of this slot."""
     slots: Slots = "v2"
-    """Where slots are in ids."""
+    """Format of the ids, which determines the bits that hold the slot."""
     since: int | None = None
     """Only rows updated at this time (seconds since 1970) or later."""
     skip: int = 0
+    """Number of rows to skip first."""
     limit: int = 20
-    """Rows at most; 0 for all."""
+    """Maximum number of rows; 0 for all."""
     json: bool = False
-    """One JSON object a line, with all weights."""
+    """Print one JSON object per line, with all weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Get:
-    """One id's weights and optimizer state.
+    """Show an id's weights and optimizer state.
 
     Example: shoal table get ckpt/item 42
 
@@ -63,32 +65,35 @@ class Get:
     id: int | None = None
     """The id."""
     text: str | None = None
-    """FEATURE=VALUE instead of an id, as the data has it; the checkpoint says how it becomes one."""
+    """FEATURE=VALUE as in the data, instead of an id; the checkpoint records how to turn it into an id."""
     table: tuple[str, ...] = ()
     """Only these tables."""
     json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Top:
-    """The rows with the largest norms, or the newest.
+    """Show the rows with the largest norms, or the newest.
 
-    Example: shoal table top ckpt/item --by recent -n 3
+    Example: shoal table top ckpt/item --by recent --n 3
     """
 
     path: Path
     """The checkpoint."""
     by: Literal["norm", "recent"] = "norm"
+    """Order: by norm, or by last update."""
     n: int = 10
-    """How many."""
+    """Number of rows."""
     table: tuple[str, ...] = ()
     """Only these tables."""
     json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """Ids added and removed, rows changed, and how far they moved from A to B.
+    """Show ids added and removed, rows changed, and how far they moved from A to B.
 
     Example: shoal table diff ckpt-monday/item ckpt-tuesday/item
     """
@@ -100,13 +105,14 @@ class Diff:
     table: tuple[str, ...] = ()
     """Only these tables."""
     memory_mib: int = 1024
-    """A's rows are held in memory; more than this are compared in several passes."""
+    """Memory for A's rows; if they need more, the comparison takes several passes."""
     json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Tables to Parquet or CSV.
+    """Export tables to Parquet or CSV.
 
     Example: shoal table export ckpt --parquet item.parquet
     """
@@ -114,28 +120,30 @@ class Export:
     path: Path
     """The checkpoint."""
     parquet: Path | None = None
-    """The file to make; with several tables, the folder."""
+    """The Parquet file to write; a folder if there are several tables."""
     csv: Path | None = None
-    """The same as text."""
+    """The CSV file to write; a folder if there are several tables."""
     state: bool = False
-    """Optimizer state, too, so that an import gives the same rows back (Parquet)."""
+    """Include optimizer state, so that an import restores identical rows (Parquet only)."""
     table: tuple[str, ...] = ()
     """Only these tables."""
     json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """A checkpoint from Parquet, CSV or npz files.
+    """Make a checkpoint from Parquet, CSV or npz files.
 
     Example: shoal table import item.parquet --name item --out ckpt
 
     Columns: id, time (optional), embedding (a list) or numbered ones (e0, e1, ...), state (optional).
+
     Arrays of npz files: ids, weights, times (optional).
     """
 
     files: tuple[Path, ...]
-    """What to read."""
+    """Files to read."""
     out: Path
     """The folder to make."""
     name: str
@@ -143,18 +151,22 @@ class Import:
     shards: int | None = None
     """Files of the table; by default one per million rows, four at most."""
     optimizer: str = "adagrad"
-    """Whose fresh state the rows get that bring none; 'none' for no state."""
+    """Optimizer whose initial state rows without state get; 'none' for no state."""
     id_column: str = "id"
+    """Column with the ids."""
     vector_column: str | None = None
+    """Column with the vectors; by default embedding, or the numbered columns."""
     time_column: str = "time"
+    """Column with the times of the last updates."""
     now: int = 0
-    """The time of rows that bring none, in seconds since 1970."""
+    """Time of rows without one, in seconds since 1970."""
     json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reshard:
-    """The same rows in another number of files, row ID in file ID mod N.
+    """Rewrite the same rows to another number of files; row ID goes to file ID mod N.
 
     Example: shoal table reshard ckpt/item --shards 16 --out wide/item
     """
@@ -162,14 +174,15 @@ class Reshard:
     path: Path
     """The checkpoint."""
     out: Path
-    """The basename or folder to make."""
+    """The basename or folder to write."""
     shards: int
-    """How many files a table will have."""
+    """New number of files per table."""
     kind: Literal["same", "folder", "basename"] = "same"
-    """A folder for restore_incremental, files under a basename, or what the source is."""
+    """A folder for restore_incremental, files under a basename, or the same as the source."""
     table: tuple[str, ...] = ()
     """Only these tables."""
     json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,11 +195,12 @@ class Verify:
     path: Path
     """The checkpoint."""
     json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FromMonolith:
-    """The original system's checkpoint as one of ours, single and multi tables.
+    """Convert a checkpoint of the original Monolith system, with single and multi tables.
 
     Example: shoal table from-monolith /models/ctr --out ckpt-ctr
     """
@@ -200,3 +214,4 @@ class FromMonolith:
     shards: int | None = None
     """Files of each table; by default one per million rows, four at most."""
     json: bool = False
+    """Print JSON."""

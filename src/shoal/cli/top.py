@@ -1,4 +1,4 @@
-"""`shoal top`: a live view of trainers, servers and replicas, from the metrics that they serve."""
+"""`shoal top`: a live view of trainers, servers and replicas, from their metrics."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from shoal.observe.scrape import Reading, Status, parse_metrics, summarise
 DESCRIPTION = """Watch running trainers, parameter servers, replicas and sync processes: rows, rates, lag, errors.
 
 Each ADDRESS is the host:port (or URL) of a /metrics endpoint: --http-port of `shoal ps`, --rest-port of `shoal serve`,
---metrics-port of `shoal sync`, or anything that speaks Prometheus' text format. With --discover they come from the JSON
-files of a directory (what `shoal ps --json` and `shoal serve --json` print), with --registry from the one that `shoal
-serve --registry` registers in, with --up from a running `shoal up`; all are read again at every turn. Processes that
-do not answer are shown as down.
+--metrics-port of `shoal sync`, or any endpoint in Prometheus text format. --discover takes addresses from the JSON
+files of a directory (the output of `shoal ps --json` and `shoal serve --json`), --registry from the registry of `shoal
+serve --registry`, --up from a running `shoal up`; all are read again each time. Processes that do not answer are
+shown as down.
 
-Example: shoal top 127.0.0.1:8001 127.0.0.1:8501
+examples:
+  shoal top 127.0.0.1:8001 127.0.0.1:8501
+  shoal top --up online.toml
+  shoal top --discover /run/shoal --once --json
 
-or: shoal top --up online.toml
-
-or: shoal top --discover /run/shoal --once --json
-
-Exit codes with --once: 0 all are up, 1 one is down, 2 wrong usage. Ctrl-C ends the live view."""
+Exit codes with --once: 0 all processes are up, 1 some are down, 2 wrong usage. Ctrl-C ends the live view."""
 
 _LIMIT = 64 << 20
 
@@ -52,23 +51,21 @@ class Options:
     bzid: str = "shoal"
     """Business id in the registry."""
     interval: float = 2.0
-    """Seconds from one reading to the next."""
+    """Seconds between readings."""
     timeout: float = 2.0
     """Seconds after which an endpoint counts as down."""
     once: bool = False
-    """Two readings, --interval apart, then exit."""
+    """Take two readings, --interval apart, then exit."""
     token_file: Path | None = None
-    """File with the bearer token that endpoints ask for."""
+    """File with the endpoints' bearer token."""
     tls_ca: Path | None = None
-    """CA that https endpoints are checked by (PEM)."""
+    """CA (PEM) to verify https endpoints with."""
     json: bool = False
-    """One line of JSON for each turn."""
+    """Print one line of JSON per reading."""
 
 
 def main(argv: list[str]) -> int:
     options = parse(Options, argv, "top", DESCRIPTION, positional="address")
-    if isinstance(options, int):
-        return options
     if not options.address and options.discover is None and options.registry is None and options.up is None:
         raise UsageError(
             "give the addresses of /metrics endpoints, --discover DIR, --registry or --up; see shoal top --help"
@@ -82,7 +79,7 @@ def main(argv: list[str]) -> int:
 
 
 class Watch:
-    """Reads all endpoints; remembers the reading before, for rates."""
+    """Reads all endpoints; keeps the previous readings, from which rates are computed."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -107,7 +104,7 @@ class Watch:
         return list(dict.fromkeys(found))
 
     def read(self) -> list[Status]:
-        """The status of every endpoint now."""
+        """Return the current status of every endpoint."""
         watched = supervised(self.options.up) if self.options.up is not None else {}
         addresses = list(dict.fromkeys([*watched, *self.addresses()]))
         if not addresses:
@@ -136,7 +133,7 @@ class Watch:
         with urllib.request.urlopen(request, timeout=self.options.timeout, context=tls) as answer:
             data = answer.read(_LIMIT + 1)
         if len(data) > _LIMIT:
-            raise DataError(f"it answers with more than {_LIMIT >> 20} MiB")
+            raise DataError(f"its answer is larger than {_LIMIT >> 20} MiB")
         return data.decode("utf-8", "replace")
 
 
@@ -153,7 +150,7 @@ def _plain(reason: Any) -> str:
 
 
 def url_of(address: str) -> str:
-    """The URL of an endpoint: ``host:port`` means ``http://host:port/metrics``."""
+    """Return the URL of an endpoint: ``host:port`` means ``http://host:port/metrics``."""
     if "://" not in address:
         address = f"http://{address}"
     scheme, _, rest = address.partition("://")
@@ -164,7 +161,7 @@ def url_of(address: str) -> str:
 
 
 def discover(directory: Path) -> list[str]:
-    """The endpoints that the JSON files of a directory name; a file that is half written is passed over."""
+    """Return the endpoints that the JSON files of a directory name; half-written files are skipped."""
     if not directory.is_dir():
         raise ConfigError(f"--discover {directory}: there is no such directory")
     found = []
@@ -182,7 +179,7 @@ def discover(directory: Path) -> list[str]:
 
 
 def supervised(file: Path) -> dict[str, dict[str, Any]]:
-    """Endpoint -> what the `shoal up` of a file knows of the process behind it."""
+    """Return the state of each process of a `shoal up`, by endpoint."""
     from shoal.up.config import load_online
     from shoal.up.files import holder, read_state
 
@@ -201,7 +198,7 @@ def _add_process(status: Status, row: dict[str, Any]) -> None:
 
 
 def registered(registry: str, bzid: str) -> list[str]:
-    """The HTTP addresses of the replicas in a registry."""
+    """Return the HTTP addresses of the replicas in a registry."""
     from shoal.serving.cluster.zk_backend import ZKBackend
 
     backend = ZKBackend(bzid, registry)
@@ -248,12 +245,12 @@ def _live(options: Options, watch: Watch) -> int:
             while True:
                 live.update(view(watch.read()), refresh=True)
                 time.sleep(options.interval)
-    except KeyboardInterrupt:  # how one leaves it
+    except KeyboardInterrupt:  # the normal end of the view
         return 0
 
 
 def view(statuses: list[Status]) -> Any:
-    """The table for people."""
+    """Make a rich table of the statuses."""
     from rich.table import Table
     from rich.text import Text
 

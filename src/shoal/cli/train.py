@@ -1,4 +1,4 @@
-"""`shoal train`: a click model on your files, from a TOML file and flags."""
+"""`shoal train`: train a click model on files and streams, configured by a TOML file and flags."""
 
 from __future__ import annotations
 
@@ -15,39 +15,30 @@ from typing import Any
 from shoal.cli.shared.arguments import parse
 from shoal.errors import ConfigError, UsageError
 
-_ABOUT = """Train a model on files of clicks: Criteo TSV, CSV, Parquet, TFRecord or example records.
+_ABOUT = """Train a click model on Criteo TSV, CSV, JSON, Parquet, TFRecord or example records, from files or streams.
 
-To try it (the first writes data and try/criteo.toml; after Ctrl-C run the second again to resume):
-
+For example, to try it (the first command writes data and try/criteo.toml; after Ctrl-C, run the second to resume):
   shoal train --init try
-
   shoal train try/criteo.toml
 
-On your data, on two ranks, against parameter servers:
-
+On your data; on two ranks; with parameter servers:
   shoal train my.toml --epochs 2 --model dlrm --set table.lr=0.1
-
   shoal launch -n 2 -m shoal train my.toml
-
   shoal train my.toml --ps 10.0.0.1:7100 10.0.0.2:7100
 
-A feature with a table of its own, wider and with another optimizer; rows in GPU memory:
-
+With a separate table for one feature, wider and with another optimizer; with rows in GPU memory:
   shoal train my.toml --set table.features.user.dim=64 table.features.user.optimizer=adam
-
   shoal train my.toml --device cuda --set table.device=cuda
 
-On a history and then a stream, for ever (SIGTERM ends it with a checkpoint; run it again to resume exactly):
-
+On past files and then a stream, forever (SIGTERM saves a checkpoint and exits; run it again to resume exactly):
   shoal train my.toml --train 'days/*.parquet' 'kafka://broker:9092/clicks?group=ctr&from=2026-11-01'
 
-With the rows and weights of an earlier run, as far as they fit:
-
+Starting from the rows and weights of an earlier run, as far as they fit:
   shoal train new.toml --init-from old/run
 
-Exit codes: 0 done (a run on a stream also after SIGTERM), 1 failed (with --strict also a bad row), 2 wrong usage or
-configuration, 3 ended by [serve.guard], 130 interrupted, or 143 by SIGTERM (a checkpoint was written if there is an
---out)."""
+Exit codes: 0 success (for a stream, also after SIGTERM), 1 failed (with --strict, also on a bad row), 2 wrong usage or
+configuration, 3 stopped by [serve.guard], 130 interrupted, 143 stopped by SIGTERM (with --out, a checkpoint was
+written)."""
 
 
 GUARD_EXIT = 3
@@ -55,47 +46,47 @@ GUARD_EXIT = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Without a flag the configuration decides."""
+    """Flags of `shoal train`; each overrides a setting of the configuration."""
 
     config: Path | None = None
     """TOML file with [data], [table], [model], [train], [eval] and [out]; for --generate the file to write."""
     train: tuple[str, ...] | None = None
-    """What to learn from: files (paths, folders, patterns), then sources that never end: redis://HOST/STREAM,
-    kafka://HOST/TOPIC?group=NAME, dir:FOLDER (one that grows), - (standard input)."""
+    """Training data: files (paths, folders, patterns), then live sources: redis://HOST/STREAM,
+    kafka://HOST/TOPIC?group=NAME, dir:FOLDER (a folder that grows), - (standard input)."""
     eval: tuple[str, ...] | None = None
     """Files to evaluate on."""
     format: str | None = None
     """criteo, csv, tsv, json, parquet, tfrecord, example or example_batch."""
     model: str | None = None
-    """deepfm, dlrm, dcn, two_tower, or package.module:Class of yours."""
+    """deepfm, dlrm, dcn, two_tower, or your own package.module:Class."""
     epochs: int | None = None
     """Passes over the files."""
     batch_size: int | None = None
-    """Samples of a step, on each rank."""
+    """Samples per step on each rank."""
     max_steps: int | None = None
-    """End after so many steps."""
+    """Stop after this many steps."""
     lr: float | None = None
-    """Of the dense part; that of the rows is --set table.lr=…"""
+    """Learning rate of the dense part; set that of rows with --set table.lr=…"""
     dim: int | None = None
-    """Width of a row."""
+    """Columns of a row."""
     seed: int | None = None
-    """Of weights, rows and order."""
+    """Seed of weights, rows and sample order."""
     device: str | None = None
-    """Where the dense part computes: cpu, cuda, cuda:1; rows are where --set table.device=… says."""
+    """Device of the dense part: cpu, cuda, cuda:1; set that of rows with --set table.device=…"""
     threads: int | None = None
-    """Of torch and of the tables; by default all CPUs."""
+    """Threads of torch and of the tables; by default all CPUs."""
     staleness: int | None = None
-    """Steps by which rows are read early, so that reads and updates are made beside the dense part; 0, the default, is
-    exact, and 1 hides waits for parameter servers and other ranks."""
+    """Number of steps by which rows are read early, so that reads and updates overlap with the dense part. 0, the
+    default, is exact; 1 hides waits for parameter servers and other ranks."""
     sequential: bool = False
-    """Read, exchange ids and learn one after the other. By default the next batches are made ready while a step
-    computes, with the same results, to the last bit."""
+    """Read, exchange ids and train one after the other. By default the next batches are prepared while a step
+    computes, with bit-identical results."""
     ps: tuple[str, ...] | None = None
-    """Parameter servers that hold the rows, in the order of their shards; REGISTRY#GROUP for those of a group."""
+    """Addresses of the parameter servers that hold the rows, in shard order; or REGISTRY#GROUP for a group."""
     out: str | None = None
-    """Folder for checkpoints; a run that finds one there resumes from it."""
+    """Folder for checkpoints; a run resumes from the newest one there."""
     keep: int | None = None
-    """Checkpoints that stay, besides the best one where there is a --patience."""
+    """Number of checkpoints to keep, in addition to the best one with --patience."""
     checkpoint_steps: int | None = None
     """Steps between checkpoints."""
     log_steps: int | None = None
@@ -103,27 +94,27 @@ class Flags:
     eval_steps: int | None = None
     """Steps between evaluations; by default at the end of each epoch."""
     patience: int | None = None
-    """Stop after so many evaluations without a new best, and end with the best model."""
+    """Stop after this many evaluations without a new best, and end with the best model."""
     tensorboard: str | None = None
-    """Folder for TensorBoard."""
+    """Folder for TensorBoard logs."""
     metrics: str | None = None
-    """host:port of the status page and /metrics, for Prometheus and `shoal top`; port 0 takes a free one, `off` none.
-    By default it is on a free port of 127.0.0.1. Elsewhere it needs TLS and tokens: --set out.metrics_tls_cert=…"""
+    """host:port of the status page and /metrics, for Prometheus and `shoal top`; port 0 picks a free one, `off` turns
+    it off. Default: a free port of 127.0.0.1. Off loopback it needs TLS and tokens: --set out.metrics_tls_cert=…"""
     set: tuple[str, ...] | None = None
-    """Any settings: section.name=value, values as in TOML; as often as you like."""
+    """Any settings: section.name=value, with values as in TOML; can be repeated."""
     strict: bool = False
-    """End at the first bad row."""
+    """Stop at the first bad row."""
     fresh: bool = False
-    """Begin anew: checkpoints that are in --out are moved into a folder before-DATE there."""
+    """Start from scratch: existing checkpoints in --out are moved to a folder before-DATE there."""
     init_from: str | None = None
-    """A checkpoint of another run, or its folder, whose rows and weights this one begins with as far as they fit. It
-    says what was taken, what is new and what was left out."""
+    """Start with the rows and weights of another run's checkpoint or folder, as far as they fit; prints what was taken,
+    what is new and what was left out."""
     json: bool = False
-    """One JSON object a line on stdout, for machines."""
+    """Print one JSON object per line on stdout."""
     init: Path | None = None
-    """Write a folder with generated data and a configuration to begin with."""
+    """Write a folder with generated data and a starter configuration."""
     generate: str | None = None
-    """criteo:N writes N lines of Criteo-like data to CONFIG (a .tsv or .tsv.gz)."""
+    """criteo:N writes N lines of Criteo-like data to the file CONFIG (.tsv or .tsv.gz)."""
 
 
 _WHERE = {
@@ -138,12 +129,9 @@ _WHERE = {
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command."""
-    # Before torch is imported: its idle threads then spin for a moment only and leave the CPUs to the tables' threads.
+    # Set before torch is imported: its idle threads then stop spinning soon and leave the CPUs to the tables' threads.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     flags = parse(Flags, argv, "train", _ABOUT, positional="config")
-    if isinstance(flags, int):
-        return flags
     if flags.generate is not None:
         return _generate(flags)
     if flags.init is not None:
@@ -151,12 +139,12 @@ def main(argv: list[str]) -> int:
     from shoal.train.loop.toml import load_config
 
     if flags.config is None and flags.train is None:
-        raise UsageError("what to train on? Give a CONFIG.toml or --train FILE …; --init DIR writes a first one")
+        raise UsageError("CONFIG.toml or --train FILE … must be given; --init DIR writes a first configuration")
     return _train(flags, load_config(flags.config, changes(flags)))
 
 
 def changes(flags: Flags) -> dict[str, Any]:
-    """What the flags say, by section and name."""
+    """Return the settings that the flags give, by section.name."""
     given = {_WHERE[name]: getattr(flags, name) for name in _WHERE if getattr(flags, name) is not None}
     if flags.strict:
         given["train.strict"] = True
@@ -198,17 +186,17 @@ def _train(flags: Flags, config: Any) -> int:
     if result["why"] == "guard":
         return GUARD_EXIT
     if result["why"] != "interrupted" or (config.data.live and signal.SIGTERM in stop):
-        return 0  # a run that never ends by itself was told to
-    return 128 + (stop[0] if stop else signal.SIGINT)  # it may have been another rank that was asked
+        return 0  # SIGTERM is the normal end of a run on a stream
+    return 128 + (stop[0] if stop else signal.SIGINT)  # another rank may have received the signal
 
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The first Ctrl-C (or SIGTERM) asks the loop to end after its step; a second Ctrl-C ends at once."""
+    """Collect signals: the first Ctrl-C or SIGTERM ends the loop after its step, a second Ctrl-C at once."""
     got: list[int] = []
 
     def ask(number: int, _: Any) -> None:
-        if number == signal.SIGINT and number in got:  # a launcher may send SIGTERM behind the terminal's SIGINT
+        if number == signal.SIGINT and number in got:  # a launcher may send SIGTERM after the terminal's SIGINT
             raise KeyboardInterrupt
         got.append(number)
 
@@ -269,7 +257,7 @@ optimizer = "adagrad"
 lr = 0.02
 # device = "cuda"            # rows in GPU memory; with device = "cuda" in [train], too
 
-# [table.features.C3]        # a table of its own for one feature; what is not set is as in [table]
+# [table.features.C3]        # a separate table for one feature; other settings are as in [table]
 # optimizer = "adam"         # also dim, lr, combiner, initializer, expire_after, admit_after, table
 # lr = 0.002
 
@@ -283,7 +271,7 @@ batch_size = 1024
 lr = 0.001
 
 [eval]
-patience = 0                 # stop after so many evaluations without a new best
+patience = 0                 # stop after this many evaluations without a new best; 0: never
 
 [out]
 dir = "run"                  # checkpoints; run the same command again to resume from the newest

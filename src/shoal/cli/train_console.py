@@ -1,15 +1,16 @@
-"""What `shoal train` shows: a live line on a terminal, plain lines elsewhere, JSON lines for machines."""
+"""Output of `shoal train`: a live line on a terminal, plain lines elsewhere, or JSON lines."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from shoal.cli.shared.console import make_console
+from shoal.observe.finite import finite
 from shoal.train.loop.config import Config
 from shoal.train.loop.measure.reporter import Reporter
 
@@ -18,7 +19,7 @@ _LISTED = 6
 
 @contextmanager
 def make_reporter(config: Config, rank: int, *, as_json: bool) -> Iterator[Reporter]:
-    """The reporter that fits where the output goes; the other ranks tell of bad rows alone."""
+    """Yield the reporter for this output; ranks other than 0 report only bad rows."""
     if as_json:
         yield JsonReporter(rank)
     elif rank == 0 and sys.stderr.isatty():
@@ -29,20 +30,19 @@ def make_reporter(config: Config, rank: int, *, as_json: bool) -> Iterator[Repor
 
 
 def _say(text: str, to: TextIO) -> None:
-    """A line in one piece: `shoal launch` follows unbuffered files, and print writes the end of a line apart."""
+    """Write a line in one call: `shoal launch` follows unbuffered files, and print writes the newline separately."""
     to.write(f"{text}\n")
     to.flush()
 
 
 class JsonReporter(Reporter):
-    """One object a line on stdout; ``event`` says which."""
+    """One JSON object per line on stdout; ``event`` names its kind."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        _say(json.dumps({"event": event, "rank": self._rank, **finite}), sys.stdout)
+        _say(json.dumps({"event": event, "rank": self._rank, **finite(values)}), sys.stdout)
 
     def start(self, **values: Any) -> None:
         self._write("start", values)
@@ -73,7 +73,7 @@ class JsonReporter(Reporter):
 
 
 class PlainReporter(Reporter):
-    """Lines on stderr without colour, the result on stdout."""
+    """Plain lines on stderr, the result on stdout."""
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
@@ -110,8 +110,8 @@ class PlainReporter(Reporter):
             f"calibration {values['calibration']:.3f} on {values['samples']:,} samples{best}"
         )
         if values.get("buckets"):
-            told = (f"{one['predicted']:.3f}/{one['happened']:.3f}" for one in values["buckets"])
-            self.say(f"  predicted/happened by bucket: {' '.join(told)}")
+            buckets = (f"{one['predicted']:.3f}/{one['happened']:.3f}" for one in values["buckets"])
+            self.say(f"  predicted/happened by bucket: {' '.join(buckets)}")
 
     def saved(self, *, step: int, path: str, seconds: float) -> None:
         self.say(f"checkpoint {path} ({seconds:.1f} s)")
@@ -121,7 +121,7 @@ class PlainReporter(Reporter):
 
     def bad_row(self, *, where: str, why: str) -> None:
         prefix = f"rank {self._rank}: " if self._rank else ""
-        self.say(f"{prefix}bad row left out: {where}: {why} (further ones are only counted; --strict stops)")
+        self.say(f"{prefix}bad row skipped: {where}: {why} (later ones are only counted; --strict stops at the first)")
 
     def note(self, text: str) -> None:
         self.say(f"note: {text}")
@@ -140,15 +140,10 @@ class LiveReporter(PlainReporter):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        from shoal.errors import missing_extra
+        self._console = make_console(stderr=True)
+        from rich.live import Live
+        from rich.text import Text
 
-        try:
-            from rich.console import Console
-            from rich.live import Live
-            from rich.text import Text
-        except ImportError as error:
-            raise missing_extra(str(error.name), "cli") from None
-        self._console = Console(stderr=True)
         self._text = Text
         self._live = Live(Text("reading …"), console=self._console, refresh_per_second=10, transient=True)
         self._epochs = config.train.epochs
@@ -163,7 +158,7 @@ class LiveReporter(PlainReporter):
         self._live.stop()
 
     def say(self, text: str) -> None:
-        self._console.print(self._text(text), highlight=False)
+        self._console.print(self._text(text))
 
     def start(self, **values: Any) -> None:
         super().start(**values)
@@ -207,7 +202,7 @@ class LiveReporter(PlainReporter):
 
 
 def _table_line(one: dict[str, Any]) -> str:
-    """A table of a run: ``table features.user: user, dim 32, adam, 0 rows``."""
+    """Describe a table: ``table features.user: user, dim 32, adam, 0 rows``."""
     names = one["features"]
     features = ", ".join(names) if len(names) <= _LISTED else f"{len(names)} features, {names[0]} to {names[-1]}"
     rows = "" if one["rows"] is None else f", {one['rows']:,} rows"
@@ -215,14 +210,14 @@ def _table_line(one: dict[str, Any]) -> str:
 
 
 def _tables(values: dict[str, Any]) -> str:
-    """Rows and memory of each of several tables."""
+    """Describe the rows and memory of each table, if there are several."""
     if len(values["tables"]) < 2:
         return ""
-    told = (
+    tables = (
         f"{name} {'' if one['rows'] is None else format(one['rows'], ',') + ' rows'} {one['bytes'] / 2**20:,.0f} MiB"
         for name, one in values["tables"].items()
     )
-    return f"\ntables: {'; '.join(told)}"
+    return f"\ntables: {'; '.join(tables)}"
 
 
 def _line(values: dict[str, Any]) -> str:
@@ -258,7 +253,7 @@ def _eta(values: dict[str, Any]) -> str:
 
 
 def summary(values: dict[str, Any]) -> str:
-    """The end of a run for people."""
+    """Describe the end of a run."""
     why = {
         "finished": "finished", "early_stop": "stopped early: no new best", "max_steps": "stopped at max_steps",
         "stopped": "stopped by a hook", "guard": "stopped by [serve.guard]",
@@ -266,22 +261,22 @@ def summary(values: dict[str, Any]) -> str:
     }[values["why"]]  # fmt: skip
     path = values["checkpoint"]
     if values["why"] == "interrupted":
-        why += "; nothing was kept, since there is no --out" if path is None else (
+        why += "; nothing was saved, because there is no --out" if path is None else (
             "; run the same command to resume from the checkpoint"
         )  # fmt: skip
     return f"{why} after {values['seconds']:.1f} s; {_line(values)}{_which(values)}{_tables(values)}"
 
 
 def _which(values: dict[str, Any]) -> str:
-    """Which model it is that a run with early stopping ends with, and where the best one is."""
+    """Say which model a run with early stopping ends with, and where the best one is."""
     path, kept = values["checkpoint"], values["kept_step"]
     if kept is None:
         if values["why"] != "early_stop":
             return ""
-        return f"; the model is that of the last step, {values['step']:,}" + (
+        return f"; the model is from the last step, {values['step']:,}" + (
             "; with --out it would be the best one" if path is None else ""
         )
     best = f"step {kept:,}, the best ({values['metric']} {values['kept_value']:.4f})"
     if values["model_step"] == kept:
-        return f"; the model in {path} is that of {best}"
-    return f"; the model in {path} is that of the last step; that of {best}, is kept next to it"
+        return f"; the model in {path} is from {best}"
+    return f"; the model in {path} is from the last step; the one from {best}, is saved next to it"

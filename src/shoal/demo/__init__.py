@@ -1,1 +1,1 @@
-"""What `shoal demo` runs: a stream of clicks, a model, two tables to compare, and a picture."""
+"""The parts of `shoal demo`: a stream of clicks, a model, two tables to compare, and plots."""

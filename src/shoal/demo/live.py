@@ -1,4 +1,4 @@
-"""The live half of the demo: train online, serve from two other processes, feed one of them every second."""
+"""The live half of the demo: train while two other processes serve the model, and update one of them every second."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.demo.model import DIM, Collisionless, DeepFm
+from shoal.demo.model import Collisionless, DeepFm, logits_of
 from shoal.demo.run import EXPIRE_DAYS, auc
 from shoal.demo.stream import FIELDS, Batch, StreamConfig, stream
 from shoal.errors import PeerError
 
 PADDING = -1
-START_S, ANSWER_S = 300.0, 120.0  # long enough that a machine that stalls does not fail the demo
+START_S, ANSWER_S = 300.0, 120.0  # long enough for a machine that stalls
 LABELS = ("fed by the trainer every second", "a new export every day")
 
 
 @dataclass(slots=True)
 class Live:
-    """What the replicas came to; ``auc`` has a list of points for each of ``LABELS``."""
+    """The results of the replicas; ``auc`` has a list of points for each of ``LABELS``."""
 
     samples: list[int] = field(default_factory=list)
     auc: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
@@ -50,7 +50,7 @@ class Live:
 
 
 class ServedNet(nn.Module):
-    """The dense part of the model as it is exported: pooled rows of each field in, click probability out."""
+    """The exported dense part of the model: takes the pooled rows of each field, returns the click probability."""
 
     def __init__(self, model: DeepFm) -> None:
         super().__init__()
@@ -60,16 +60,13 @@ class ServedNet(nn.Module):
         self, user: Tensor, item: Tensor, author: Tensor, tags: Tensor, hour: Tensor, category: Tensor
     ) -> dict[str, Tensor]:
         pooled = torch.cat([user, item, author, tags, hour, category], 1)  # the order of FIELDS
-        fields = pooled.view(-1, len(FIELDS), DIM)
-        linear, factors = fields[..., 0].sum(1), fields[..., 1:]
-        pairs = (factors.sum(1).square() - factors.square().sum(1)).sum(1) / 2
-        return {"click": torch.sigmoid(linear + pairs + self.deep(pooled).squeeze(1))}
+        return {"click": torch.sigmoid(logits_of(pooled, self.deep))}
 
 
 def run_live(
     config: StreamConfig, seconds: float, progress: Callable[[str, int, int, float], None] | None = None
 ) -> Live:
-    """Learns a third of the stream, exports, and keeps learning while two replicas answer for ``seconds``."""
+    """Train on a third of the stream, export, and continue to train for ``seconds`` while two replicas predict."""
     torch.manual_seed(config.seed)
     table = Collisionless(EXPIRE_DAYS, config.seed)
     model = DeepFm(table.bag)
@@ -79,7 +76,7 @@ def run_live(
     for number in range(1, warm_up + 1):
         _learn(table, model, dense, next(batches))
         if progress is not None:
-            progress("learning before export", number, warm_up, float("nan"))
+            progress("training before export", number, warm_up, float("nan"))
     with tempfile.TemporaryDirectory() as folder:
         trained = _Trained(table, model, dense, Path(folder))
         return _serve_and_learn(trained, batches, config.batches_per_day, seconds, progress)
@@ -113,7 +110,7 @@ class _Trained:
 
 
 def _padded(values: Tensor, offsets: Tensor, width: int = 3) -> Tensor:
-    """``[B, width]`` of ragged ids."""
+    """Ragged ids as ``[B, width]``, padded; ``[B, 1]`` if each sample has one id."""
     lengths = offsets.diff()
     if int(lengths.max()) == int(lengths.min()) == 1:
         return values.unsqueeze(1)
@@ -123,18 +120,18 @@ def _padded(values: Tensor, offsets: Tensor, width: int = 3) -> Tensor:
 
 
 class _Replica:
-    """`shoal serve` in a process of its own."""
+    """`shoal serve` in another process."""
 
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-m", "shoal", "serve", str(folder), "--port", "0", "--threads", "1", "--json"]
         path = os.pathsep.join(each for each in sys.path if each)
-        self._said = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill  # noqa: SIM115
+        self._errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill  # noqa: SIM115
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=self._said, text=True, env={**os.environ, "PYTHONPATH": path}
+            command, stdout=subprocess.PIPE, stderr=self._errors, text=True, env={**os.environ, "PYTHONPATH": path}
         )
 
     def wait(self) -> str:
-        """Its address, when it serves."""
+        """Wait until it serves; return its address."""
         late = threading.Timer(START_S, self._process.kill)
         late.start()
         try:
@@ -144,8 +141,8 @@ class _Replica:
             late.cancel()
         if not line:
             self._process.wait(60)
-            self._said.seek(0)
-            raise PeerError(f"a replica of the demo did not start: {self._said.read()[-500:]}")
+            self._errors.seek(0)
+            raise PeerError(f"a replica of the demo did not start: {self._errors.read()[-500:]}")
         return json.loads(line)["grpc"]
 
     def __enter__(self) -> _Replica:
@@ -159,7 +156,7 @@ class _Replica:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
-        self._said.close()
+        self._errors.close()
 
 
 def _serve_and_learn(
@@ -181,7 +178,7 @@ def _serve_and_learn(
             publish({"demo": trained.table.table}, net=trained.net, targets=addresses[:1], model="demo", every=None)
         )
         live, scores, clicks = Live(), ([], []), []
-        begin, told, count, day, sent = time.monotonic(), 0.0, 0, 1, 0
+        begin, reported_at, count, day, sent = time.monotonic(), 0.0, 0, 1, 0
         while (not clicks or time.monotonic() - begin < seconds) and (batch := next(batches, None)) is not None:
             inputs = {name: _padded(*batch.ids[name]) for name in FIELDS}
             for which, client in enumerate(clients):
@@ -196,14 +193,14 @@ def _serve_and_learn(
             if status.rounds > sent and (age := status.targets[0].freshness) is not None:
                 sent = status.rounds
                 live.freshness_s.append(age)
-            if time.monotonic() - told > 1.0:
-                told = time.monotonic()
-                publication.round()  # between two steps: rows and weights are of the same one
+            if time.monotonic() - reported_at > 1.0:
+                reported_at = time.monotonic()
+                publication.round()  # between two steps, so that rows and weights are of the same step
                 live.samples.append(count)
                 for which in range(2):
                     live.auc[which].append(auc(torch.cat(scores[which][-20:]), torch.cat(clicks[-20:])))
                 if progress is not None:
-                    progress("serving, live", int(told - begin), int(seconds), live.auc[0][-1])
+                    progress("serving, live", int(reported_at - begin), int(seconds), live.auc[0][-1])
         truth = torch.cat(clicks)
         live.mean_auc = (auc(torch.cat(scores[0]), truth), auc(torch.cat(scores[1]), truth))
         live.rounds = publication.status()[0].rounds
@@ -211,7 +208,7 @@ def _serve_and_learn(
 
 
 def draw_live(live: Live, path: Path) -> None:
-    """AUC of both replicas over time, and how old rows were when they became servable."""
+    """Plot the AUC of both replicas over time, and the seconds from gradient to replica, as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

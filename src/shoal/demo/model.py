@@ -1,4 +1,4 @@
-"""The model of the demo, and the two tables that it is compared on."""
+"""The model of the demo, and the two tables that are compared."""
 
 from __future__ import annotations
 
@@ -30,15 +30,19 @@ class DeepFm(nn.Module):
         )
 
     def forward(self, ids: Ids) -> Tensor:
-        pooled = self.bag(ids)
-        fields = pooled.view(len(pooled), len(FIELDS), DIM)
-        linear, factors = fields[..., 0].sum(1), fields[..., 1:]
-        pairs = (factors.sum(1).square() - factors.square().sum(1)).sum(1) / 2
-        return linear + pairs + self.deep(pooled).squeeze(1)
+        return logits_of(self.bag(ids), self.deep)
+
+
+def logits_of(pooled: Tensor, deep: nn.Module) -> Tensor:
+    """Logits ``[B]`` from the pooled rows of all fields, ``[B, len(FIELDS) * DIM]``."""
+    fields = pooled.view(-1, len(FIELDS), DIM)
+    linear, factors = fields[..., 0].sum(1), fields[..., 1:]
+    pairs = (factors.sum(1).square() - factors.square().sum(1)).sum(1) / 2
+    return linear + pairs + deep(pooled).squeeze(1)
 
 
 class Collisionless:
-    """A `shoal.HashTable`: a row for each id while it is in use."""
+    """A `shoal.HashTable`: every id has its own row until it expires."""
 
     name = "shoal.HashTable"
 
@@ -66,12 +70,12 @@ class Collisionless:
 
 
 class Hashed:
-    """`torch.nn.EmbeddingBag` with a fixed number of rows, which ids share by hash, as is common practice."""
+    """`torch.nn.EmbeddingBag` with a fixed number of rows that ids share by hash, as is common practice."""
 
     name = "nn.EmbeddingBag, hashed"
 
     def __init__(self, memory_bytes: int, seed: int) -> None:
-        # A weight and an accumulator, 4 bytes each, for each column.
+        # Each column of a row has a weight and an accumulator of 4 bytes each.
         self.bag = HashedBag(max(1, memory_bytes // (8 * DIM)), seed)
         self.optimizer = torch.optim.Adagrad(
             self.bag.parameters(), lr=LEARNING_RATE, initial_accumulator_value=INITIAL_ACCUMULATOR
@@ -89,7 +93,7 @@ class Hashed:
 
 
 class HashedBag(nn.Module):
-    """Takes what `HashEmbeddingBag` takes from the demo's stream."""
+    """Takes the same input from the demo's stream as `HashEmbeddingBag`."""
 
     def __init__(self, rows: int, seed: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The picture of the demo: AUC over time, and how many ids and rows there were."""
+"""The plot of the demo: AUC, and the numbers of ids and rows, over time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BEST, _OURS, _THEIRS, _SEEN = "#8a8a99", "#0b7a75", "#d1495b", "#8a8a99"
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Writes a PNG."""
+    """Write the plot to ``path`` as PNG."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -22,7 +22,7 @@ def draw(comparison: Comparison, path: Path) -> None:
     ours, theirs = comparison.results
     days = list(range(1, comparison.config.days + 1))
     figure = Figure(figsize=(9, 6.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # a canvas of its own: no window, no global state
+    FigureCanvasAgg(figure)  # a separate canvas, without a window or global state
     top, bottom = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [2.2, 1]})
 
     top.plot(days, comparison.best_auc, color=_BEST, lw=1.4, ls=(0, (4, 3)))
@@ -42,12 +42,12 @@ def draw(comparison: Comparison, path: Path) -> None:
         fontweight="bold",
         color=_INK,
     )
-    top.set_ylabel("AUC of the day, predicted before learnt")
+    top.set_ylabel("AUC of the day, predicted before training")
 
     for values, color, text, va in (
         (comparison.ids, _SEEN, "distinct ids so far", "center"),
         (theirs.rows, _THEIRS, "rows of the hashed table", "bottom"),
-        (ours.rows, _OURS, "rows of the HashTable\n(those of expired ids are reused)", "top"),
+        (ours.rows, _OURS, "rows of the HashTable\n(expired rows are reused)", "top"),
     ):
         bottom.plot(days, [value / 1000 for value in values], color=color, lw=1.8)
         _label(bottom, days, [value / 1000 for value in values], text, color, va)
@@ -78,7 +78,7 @@ def draw(comparison: Comparison, path: Path) -> None:
 
 
 def _label(axes: Any, days: list[int], values: list[float], text: str, color: str, va: str = "center") -> None:
-    """A name next to the end of its line."""
+    """Write the name of a line next to its end."""
     axes.annotate(
         text,
         (days[-1], values[-1]),

@@ -1,4 +1,4 @@
-"""Training and measuring: every batch is predicted before it is learnt, as a live system would."""
+"""Train and measure: every batch is predicted before training on it, as in a live system."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shoal.demo.model import Collisionless, DeepFm, Hashed
 from shoal.demo.stream import Batch, StreamConfig, stream
+from shoal.train.loop.measure.metrics import exact_auc
 
 EXPIRE_DAYS = 3
 _ROUND_BYTES = 1 << 14
@@ -20,7 +21,7 @@ _ROUND_BYTES = 1 << 14
 
 @dataclass(slots=True)
 class Result:
-    """What one table came to; lists have an entry a day."""
+    """The results of one table; lists have one entry per day."""
 
     name: str
     auc: list[float] = field(default_factory=list)
@@ -31,7 +32,10 @@ class Result:
 
 @dataclass(slots=True)
 class Comparison:
-    """Both tables on one stream; ``best_auc`` is that of the true probabilities, ``ids`` the distinct ones so far."""
+    """The results of both tables on one stream.
+
+    Per day, ``best_auc`` is the AUC of the true probabilities, and ``ids`` the number of distinct ids so far.
+    """
 
     config: StreamConfig
     best_auc: list[float]
@@ -40,22 +44,22 @@ class Comparison:
     warm_up_days: int
 
     def mean_auc(self, daily: list[float]) -> float:
-        """Over the days after the first third, when there is something to forget."""
+        """The mean over the days after the first third."""
         return sum(daily[self.warm_up_days :]) / max(len(daily) - self.warm_up_days, 1)
 
 
 def compare(config: StreamConfig, *, progress: Callable[[str, int, int, float], None] | None = None) -> Comparison:
-    """Trains the same model on a `Collisionless` table and then on a `Hashed` one of the same memory.
+    """Train the same model on a `Collisionless` table and then on a `Hashed` one of the same memory.
 
-    ``progress(name, batches_done, batches, auc_of_the_last_day)`` is called after each batch. Everything but the
-    seconds follows from ``config``.
+    ``progress(name, batches_done, batches, auc_of_the_last_day)`` is called after each batch. Equal configurations
+    give equal results, except for times.
     """
     truth = Truth()
     with _one_thread():
         first = train(Collisionless(EXPIRE_DAYS, config.seed), config, progress, truth)
-        # torch asks for a decision about its checks of sparse gradients, and warns without one.
+        # Without an explicit setting, torch warns about its checks of sparse gradients.
         with torch.sparse.check_sparse_tensor_invariants(False):
-            # Rounded up, so that its rows do not depend on the last kilobyte of our index.
+            # Rounded up, so that the number of rows does not depend on the last kilobyte of our index.
             second = train(
                 Hashed((first.memory_bytes // _ROUND_BYTES + 1) * _ROUND_BYTES, config.seed), config, progress
             )
@@ -65,8 +69,8 @@ def compare(config: StreamConfig, *, progress: Callable[[str, int, int, float], 
 def train(
     table: Collisionless | Hashed, config: StreamConfig, progress: Any = None, truth: Truth | None = None
 ) -> Result:
-    """One pass over the stream, of which ``truth`` takes note."""
-    torch.manual_seed(config.seed)  # the dense part starts alike on every table
+    """Train for one pass over the stream; ``truth`` gets every batch."""
+    torch.manual_seed(config.seed)  # both tables start with the same dense part
     model = DeepFm(table.bag)
     dense = torch.optim.Adam(model.deep.parameters(), lr=0.001)
     result = Result(table.name)
@@ -75,7 +79,7 @@ def train(
         table.now_s = batch.time_s
         begin = time.perf_counter()
         logits = model(batch.ids)
-        # Summed, so that the step of a row does not depend on the size of the batch that it is in.
+        # Summed, so that the update of a row does not depend on the batch size.
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.clicks, reduction="sum")
         dense.zero_grad()
         table.optimizer.zero_grad()
@@ -106,18 +110,11 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     >>> auc(torch.tensor([0.1, 0.4, 0.4, 0.8]), torch.tensor([0.0, 0.0, 1.0, 1.0]))
     0.875
     """
-    _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0).double()
-    rank = (ends - (counts.double() - 1) / 2)[inverse]  # ties share the mean of their ranks
-    positive = labels > 0.5
-    n = int(positive.sum())
-    if n in (0, len(labels)):
-        return float("nan")
-    return float((rank[positive].sum() - n * (n + 1) / 2) / (n * (len(labels) - n)))
+    return exact_auc(scores.detach().cpu().numpy(), labels.cpu().numpy())
 
 
 class Truth:
-    """Per day: the AUC of the true probabilities, and how many distinct ids there have been."""
+    """The AUC of the true probabilities of each day, and the number of distinct ids so far."""
 
     def __init__(self) -> None:
         self.best_auc: list[float] = []
@@ -140,7 +137,7 @@ class Truth:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """For torch: the dense part is too small for more, and one thread adds up in one order. The table has its own."""
+    """Limit torch to one thread: the dense part is small, and sums have a fixed order. The table's threads remain."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""A stream of clicks whose vocabulary keeps growing and whose tastes drift; it knows the true probabilities."""
+"""A generated stream of clicks with a growing vocabulary, drifting tastes and known true probabilities."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _HOURS, _CATEGORIES = 24, 40
 class StreamConfig:
     """A stream of ``days * batches_per_day`` batches.
 
-    Users and items join at a steady pace and are seen mostly while they are new; ``users`` and ``items`` are how many
-    have joined when the stream ends.
+    New users and items appear at a steady rate and are seen mostly while they are new; ``users`` and ``items`` are
+    their numbers at the end of the stream.
     """
 
     days: int = 30
@@ -40,7 +40,7 @@ class StreamConfig:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``ids`` by field, as ``(values, offsets)``; the labels; what no model sees: the true click probabilities."""
+    """``ids`` by field, as ``(values, offsets)``, the labels, and the true click probabilities, which no model sees."""
 
     day: int
     time_s: int
@@ -50,7 +50,7 @@ class Batch:
 
 
 def stream(config: StreamConfig) -> Iterator[Batch]:
-    """The batches in order; equal configurations give equal batches."""
+    """Yield the batches in order; equal configurations give equal batches."""
     generator = torch.Generator().manual_seed(config.seed)
     world = _World(config, generator)
     batches = config.days * config.batches_per_day
@@ -59,7 +59,7 @@ def stream(config: StreamConfig) -> Iterator[Batch]:
 
 
 class _World:
-    """The truth: who likes what, and when."""
+    """The parameters that the true click probabilities depend on."""
 
     def __init__(self, config: StreamConfig, generator: torch.Generator) -> None:
         def normal(*shape: int) -> Tensor:
@@ -69,10 +69,10 @@ class _World:
         self.salt = int(torch.randint(1 << 40, (1,), generator=generator, device="cpu"))
         authors, tags = config.items // 12 + 1, config.items // 8 + 1
         self.user_bias, self.item_bias = normal(config.users), normal(config.items)
-        # A taste turns from its first direction towards its second in the course of the stream.
+        # During the stream, a taste turns from its first direction to its second.
         self.taste = normal(config.users, 2, _FACTORS)
         self.item_taste = normal(config.items, _FACTORS)
-        # An item's author and tags joined about when it did.
+        # An item's author and tags are about as new as the item.
         spread = torch.rand(config.items, 4, generator=generator, device="cpu")
         place = torch.arange(config.items, device="cpu").unsqueeze(1) / config.items
         near = (place - 0.03 * spread).clamp(0, 1)
@@ -119,24 +119,24 @@ class _World:
         )
 
     def _fid(self, field: str, number: Tensor) -> Tensor:
-        """Ids as they come in practice: 64 bits without order, the field in the upper ones."""
+        """Ids as in practice: 64 unordered bits, with the field in the upper ones."""
         mixed = (number + self.salt + 1) * -0x61C8864680B583EB
         mixed = (mixed ^ (mixed >> 29)) * -0x40A7B892E31B1A47
         return make_v2(_SLOT[field], mixed ^ (mixed >> 32))
 
 
 def _recent(progress: float, total: int, window: float, size: int, generator: torch.Generator) -> Tensor:
-    """Numbers below ``total`` of those that have joined: the newer, the more often, and some far more than others.
+    """Draw ``size`` numbers below ``total`` that exist at ``progress``; new numbers, and a few others, are frequent.
 
-    Of the whole crowd a third is there when the stream begins. How long ago one joined falls off exponentially over a
-    ``window`` of the stream; then half of the draws go to one in 4 of the numbers, half of these to one in 16, ….
+    A third of all numbers exist when the stream begins. The age of a drawn number is exponentially distributed, with
+    ``window`` of the stream as its mean. Then half of the draws go to every 4th number, half of these to every 16th, ….
     """
 
     def chance() -> Tensor:
         return torch.rand(size, generator=generator, device="cpu").clamp_min(1e-9)
 
-    joined = total * (1 / 3 + 2 / 3 * progress)
+    existing = total * (1 / 3 + 2 / 3 * progress)
     age = -torch.log(chance()) * window * total * 2 / 3
-    number = (joined - 1 - age % joined).long()
+    number = (existing - 1 - age % existing).long()
     step = 4 ** torch.floor(-torch.log2(chance())).clamp_max(5).long()
     return (number - number % step).clamp(0, total - 1)

@@ -1,4 +1,4 @@
-"""Files ``<basename>…`` in a folder that is not ours alone, with ``<basename>.manifest`` naming those of one save."""
+"""Saves as files ``<basename>…`` in a shared folder, listed in ``<basename>.manifest``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shoal.errors import DataError
 
 FORMAT = "shoal.files"
 VERSION = 1
-_TRIES = 20  # to read a save that others replace again and again
+_ATTEMPTS = 20  # to read a save that others keep replacing
 
 T = TypeVar("T")
 
 
 class BasenameSave:
-    """Files on their way to ``<basename>…``: write each to `temporary`, tell its digest to `add`, then `commit`."""
+    """A save in progress to ``<basename>…``: write each file to `temporary`, `add` its digest, then `commit`."""
 
     def __init__(self, basename: StrPath) -> None:
         self.basename = os.fspath(basename)
@@ -35,26 +35,26 @@ class BasenameSave:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in self._temporary.values():  # those that were renamed are gone from here
+        for name in self._temporary.values():  # renamed files are no longer in here
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self._folder, name))
 
     def temporary(self, path: str) -> str:
-        """Where to write the file that will be ``path``."""
+        """The temporary path for the file that will be ``path``."""
         temporary = temporary_path(path)
         self._temporary[os.path.basename(path)] = os.path.basename(temporary)
         return temporary
 
     def add(self, path: str, digest: tuple[int, int | None]) -> None:
-        """The file that will be ``path`` is written and on the disk."""
+        """Add the file that will be ``path``, once it is written and on disk."""
         self._digests[os.path.basename(path)] = FileDigest(*digest)
 
     def commit(self, fields: Mapping[str, Any] | None = None) -> None:
-        """From now on these files are the save; files of the one before that are not among them are removed."""
+        """Make these files the save, and remove files of the previous save that are not among them."""
         assert self._digests.keys() == self._temporary.keys()
         about = {"format": FORMAT, "version": VERSION, "id": secrets.token_hex(16)}
         about["created"] = datetime.now(UTC).isoformat(timespec="microseconds")
-        moves, self._temporary = self._temporary, {}  # from here on the manifest decides what they are
+        moves, self._temporary = self._temporary, {}  # from here on the manifest owns them
         try:
             replace_files(sidecar(self.basename), {**about, **(fields or {})}, self._digests, moves)
         except BaseException:
@@ -70,7 +70,7 @@ def sidecar(basename: StrPath) -> str:
 
 
 def find_saved(basename: StrPath) -> Saved | None:
-    """The newest save under a basename; None where another program, or version 0.1, wrote the files.
+    """Return the newest save under a basename; None if another program, or version 0.1, wrote the files.
 
     Raises:
         DataError: the manifest is damaged.
@@ -81,22 +81,21 @@ def find_saved(basename: StrPath) -> Saved | None:
     except FileNotFoundError:
         return None
     if saved.fields.get("format") != FORMAT or saved.fields.get("version") != VERSION:
-        version = saved.fields.get("version")
-        raise DataError(f"{path} is not a manifest of files, version {VERSION}: it has version {version!r:.40}")
+        found = f"{saved.fields.get('format')!r:.40} version {saved.fields.get('version')!r:.40}"
+        raise DataError(f"{path}: the format must be {FORMAT!r} version {VERSION}, got {found}")
     return saved
 
 
 def read_newest(basenames: Sequence[StrPath], read: Callable[[], T]) -> T:
-    """``read()``, which changes nothing when it fails, and again where another save has taken the place of one of the
-    basenames meanwhile: its files then were no longer those that the manifest named. Files of a save that has just
-    been sealed may get their names meanwhile, too."""
-    for _ in range(_TRIES):
+    """Call ``read()``, which must change nothing if it fails. If it fails because a save under one of the basenames
+    was being replaced or its files renamed, call it again."""
+    for _ in range(_ATTEMPTS):
         before = [_id_of(basename) for basename in basenames]
         try:
             return read()
         except (DataError, OSError) as error:
-            moved = isinstance(error, FileNotFoundError) and TEMPORARY in str(error)  # it has got its name meanwhile
-            if not moved and before == [_id_of(basename) for basename in basenames]:
+            renamed = isinstance(error, FileNotFoundError) and TEMPORARY in str(error)
+            if not renamed and before == [_id_of(basename) for basename in basenames]:
                 raise
     return read()
 

@@ -1,4 +1,4 @@
-"""Names and writes that hold over a crash: what is on the disk is whole, under a name that only whole files get."""
+"""Crash-safe writes: a file gets its final name only once it is complete."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ StrPath: TypeAlias = str | os.PathLike[str]
 
 
 TEMPORARY = "-tmp-"
-"""In the name of a file that has not got its own yet."""
+"""Part of the name of a file that does not have its final name yet."""
 
 
 def temporary_path(path: StrPath) -> str:
-    """A name next to ``path`` that nobody else uses and that no reader takes for a finished file."""
+    """A unique name next to ``path`` that no reader mistakes for a finished file."""
     return f"{os.fspath(path)}{TEMPORARY}{secrets.token_hex(8)}"
 
 
 def make_parents(path: StrPath) -> None:
-    """Makes the folders that ``path`` will be in."""
+    """Create the parent folders of ``path``."""
     os.makedirs(os.path.dirname(os.fspath(path)) or ".", exist_ok=True)
 
 
 def sync_folder(folder: StrPath) -> None:
-    """Waits until the names in a folder are on the disk; a rename alone does not."""
+    """Wait until the names in a folder are on disk; a rename alone does not."""
     _sync(os.fspath(folder) or ".", os.O_RDONLY | os.O_DIRECTORY)
 
 
 def sync_file(path: StrPath) -> None:
-    """Waits until the bytes of a file are on the disk."""
+    """Wait until the bytes of a file are on disk."""
     _sync(os.fspath(path), os.O_RDONLY)
 
 
@@ -47,9 +47,9 @@ def _sync(path: str, flags: int) -> None:
 
 @contextlib.contextmanager
 def appearing(path: StrPath) -> Iterator[str]:
-    """Where to write a file that becomes ``path`` when the block ends, and is removed if an error ends it.
+    """Yield a temporary path that becomes ``path`` when the block ends, and is removed if an error ends it.
 
-    Readers see it whole or not at all. Whether it outlives a crash of the machine is the writer's choice (`sync_file`).
+    Readers never see a partial file. Call `sync_file` if it must survive a crash of the machine.
     """
     temporary = temporary_path(path)
     try:
@@ -61,7 +61,7 @@ def appearing(path: StrPath) -> Iterator[str]:
 
 
 def write_whole(path: StrPath, text: str | bytes) -> None:
-    """Writes a small file that appears whole or not at all."""
+    """Write a small file atomically."""
     with appearing(path) as temporary, open(temporary, "xb") as file:
         file.write(text.encode() if isinstance(text, str) else text)
         file.flush()
@@ -69,14 +69,14 @@ def write_whole(path: StrPath, text: str | bytes) -> None:
 
 
 def move_folder(folder: StrPath, to: StrPath) -> None:
-    """Gives a folder another name, which is on the disk when this returns. Raises `OSError` where ``to`` is taken."""
+    """Rename a folder; the new name is on disk when this returns. Raises `OSError` if ``to`` exists."""
     os.rename(folder, to)
     for parent in {os.path.dirname(os.path.abspath(path)) for path in (folder, to)}:
         sync_folder(parent)
 
 
 def remove_folder(folder: StrPath) -> None:
-    """Removes a folder so that nobody ever sees it half empty."""
+    """Remove a folder atomically: no reader sees it half empty."""
     folder = os.fspath(folder)
     parent, name = os.path.split(folder)
     doomed = os.path.join(parent, f".tmp-{name}-{secrets.token_hex(8)}")
@@ -90,10 +90,10 @@ def file_base(name: str) -> str:
 
 
 def file_bases(names: Iterable[str]) -> dict[str, str]:
-    """Name -> the beginning of its file names, different for different names.
+    """Map each name to a unique beginning of its file names.
 
-    A name whose plain form (see `file_base`) another name has, too, is given a suffix made from its own letters, so
-    that it does not depend on the order of the names.
+    If two names have the same plain form (see `file_base`), a suffix derived from the name is added, so that the result
+    does not depend on the order of the names.
 
     >>> file_bases(["user", "u/a"])
     {'user': 'user', 'u/a': 'u-a'}

@@ -1,4 +1,4 @@
-"""A folder of files that is complete or not there: filled under another name, sealed by a manifest, renamed."""
+"""A folder of files that appears complete: it is filled under another name, sealed by a manifest, and renamed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shoal.durable.files import StrPath, sync_file, sync_folder
+from shoal.durable.files import StrPath, remove_folder, sync_file, sync_folder
 from shoal.durable.manifest import MANIFEST, FileDigest, Saved, digest_file, read_saved, write_saved
 from shoal.durable.replace import digests_known, files_below
 from shoal.errors import DataError
 
 
 class Draft:
-    """A folder on its way to ``target``.
+    """A folder in progress that will become ``target``.
 
-    Several processes may fill it: one of them makes the draft with `begin`, the others construct theirs with the same
-    ``token``; when all have written, one of them calls `seal` and `publish`.
+    Several processes can fill it: one of them calls `begin`, the others construct theirs with the same ``token``; when
+    all have written, one of them calls `seal` and `publish`.
     """
 
     def __init__(self, target: StrPath, token: str | None = None) -> None:
@@ -35,12 +35,12 @@ class Draft:
         return self
 
     def seal(self, fields: Mapping[str, Any], files: Mapping[str, tuple[int, int | None]] | None = None) -> None:
-        """Writes the manifest over everything that is in the draft now.
+        """Write the manifest of all files in the draft.
 
         Args:
-            fields: what the kind of save needs besides.
-            files: digests that are known, by name relative to the folder; those files are on the disk already, as are
-                those that a manifest next to them names. The others are read and flushed here.
+            fields: further fields of the manifest.
+            files: known digests, by name relative to the folder. These files, and those listed in a manifest in the
+                draft, must be on disk already; the others are read and flushed here.
         """
         known = {**digests_known(self.path), **(files or {})}
         found = {name: known[name] if name in known else self._flushed(name) for name in files_below(self.path)}
@@ -57,10 +57,10 @@ class Draft:
         return digest_file(path)
 
     def publish(self) -> None:
-        """The folder gets its name.
+        """Rename the folder to its final name.
 
         Raises:
-            FileExistsError: somebody else's folder has it.
+            FileExistsError: another folder has that name.
         """
         try:
             os.rename(self.path, self.target)
@@ -71,11 +71,9 @@ class Draft:
         sync_folder(self._parent)
 
     def clear_target(self) -> None:
-        """Removes a folder that has the name; in one step it has another one, or none."""
+        """Remove an existing folder with the target's name, atomically."""
         with contextlib.suppress(FileNotFoundError):
-            left = Draft(self.target).path
-            os.rename(self.target, left)
-            shutil.rmtree(left, ignore_errors=True)
+            remove_folder(self.target)
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -83,7 +81,7 @@ class Draft:
 
 @contextlib.contextmanager
 def new_folder(target: StrPath) -> Iterator[Draft]:
-    """A draft to fill and to seal; it becomes ``target`` in one step when the block ends without an error."""
+    """Yield a draft to fill and seal; it becomes ``target`` atomically when the block ends without an error."""
     draft = Draft(target).begin()
     try:
         yield draft
@@ -94,7 +92,7 @@ def new_folder(target: StrPath) -> Iterator[Draft]:
 
 
 def read_folder(folder: StrPath, *, unsealed: bool = False) -> Saved:
-    """The manifest of a folder, and whether its files are there in their sizes; see `read_saved`."""
+    """Read the manifest of a folder, and check that its files exist with the right sizes; see `read_saved`."""
     saved = read_saved(os.path.join(folder, MANIFEST), unsealed=unsealed)
     if lost := saved.missing():
         raise DataError(lost)

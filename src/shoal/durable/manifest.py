@@ -1,4 +1,4 @@
-"""A manifest: JSON that names the files of one save with a digest for each, and carries a digest of its own."""
+"""A manifest: JSON with the names and digests of the files of one save, and a digest of itself."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from shoal.errors import DataError
 MANIFEST = "manifest.json"
 """The manifest of a folder."""
 MAX_BYTES = 256 << 20
-_OURS = ("files", "moves", "digest")
+_RESERVED = ("files", "moves", "digest")
 
 
 class FileDigest(NamedTuple):
-    """What a manifest says of a file. ``crc32c`` is None in manifests of version 0.1, which had sizes alone."""
+    """A file's size and checksum. ``crc32c`` is None in manifests of version 0.1, which have sizes only."""
 
     bytes: int
     crc32c: int | None
 
 
 def digest_file(path: StrPath) -> FileDigest:
-    """Reads a whole file."""
+    """Read a file and return its digest."""
     return FileDigest(*_core.digest_file(os.fspath(path)))
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The files of one save, as its manifest names them."""
+    """The files of one save, as listed in its manifest."""
 
     manifest: str
     """The path of the manifest; names of files are relative to its folder."""
     fields: dict[str, Any]
-    """What the kind of save needs besides."""
+    """Further fields of the manifest."""
     files: dict[str, FileDigest]
     moves: dict[str, str] = field(default_factory=dict)
-    """File -> the name that it was written under. A save that was killed left it there."""
+    """File -> its temporary name, which it still has if the save was killed."""
 
     @property
     def folder(self) -> str:
         return os.path.dirname(self.manifest)
 
     def path(self, name: str) -> str:
-        """Where a file is."""
+        """The path of a file."""
         if name not in self.files:
-            raise DataError(f"{self.manifest} names no file {name!r}")
+            raise DataError(f"{self.manifest} does not list the file {name!r}")
         if name in self.moves:
             written = os.path.join(self.folder, self.moves[name])
             if os.path.exists(written):
@@ -58,10 +58,10 @@ class Saved:
         return os.path.join(self.folder, name)
 
     def check(self, name: str, found: tuple[int, int]) -> None:
-        """Raises `DataError` unless a file that was read has the digest that the manifest gives it."""
+        """Raise `DataError` unless a file that was read has the digest in the manifest."""
         expected = self.files.get(name)
         if expected is None:
-            raise DataError(f"{self.manifest} names no file {name!r}")
+            raise DataError(f"{self.manifest} does not list the file {name!r}")
         if found[0] != expected.bytes:
             raise DataError(f"{self.path(name)} has {found[0]} bytes, its manifest says {expected.bytes}{self._advice}")
         if expected.crc32c is not None and found[1] != expected.crc32c:
@@ -72,13 +72,13 @@ class Saved:
 
     @property
     def _advice(self) -> str:
-        """What to do where a file next to its manifest was changed on purpose; folders of ours are not changed."""
+        """Advice for a file that was changed on purpose, next to its manifest; empty for our own folders."""
         if os.path.basename(self.manifest) == MANIFEST:
             return ""
         return f"; if another program wrote it on purpose, remove {self.manifest}"
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file, once they have been checked."""
+        """Read and check a file; return its bytes."""
         path = self.path(name)
         try:
             with open(path, "rb") as file:
@@ -89,7 +89,7 @@ class Saved:
         return data
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Reads files, all of them by default, and raises `DataError` for the first that is missing or changed."""
+        """Read files, by default all, and raise `DataError` for the first that is missing or changed."""
         for name in self.files if names is None else names:
             path = self.path(name)
             try:
@@ -99,7 +99,7 @@ class Saved:
             self.check(name, found)
 
     def missing(self) -> str | None:
-        """Which file is not there in its full size, None when all are. Reads no file."""
+        """Describe the first file that is missing or has the wrong size; None if there is none. Reads no file."""
         for name, expected in self.files.items():
             path = self.path(name)
             try:
@@ -117,43 +117,42 @@ def write_saved(
     files: Mapping[str, tuple[int, int | None]],
     moves: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a manifest, whole or not at all."""
-    if taken := [name for name in _OURS if name in fields]:
-        ours = ", ".join(_OURS)
-        raise ValueError(f"{taken[0]!r} must not be among the fields of a manifest, which writes {ours} itself")
+    """Write a manifest atomically."""
+    if taken := [name for name in _RESERVED if name in fields]:
+        raise ValueError(f"manifest fields must not contain {taken[0]!r}: {', '.join(_RESERVED)} are reserved")
     listed = {name: {"bytes": size, "crc32c": f"{crc or 0:08x}"} for name, (size, crc) in sorted(files.items())}
-    whole: dict[str, Any] = {**fields, "files": listed}
+    content: dict[str, Any] = {**fields, "files": listed}
     if moves:
-        whole["moves"] = dict(moves)
-    whole = json.loads(json.dumps(whole))  # as a reader sees it
-    write_whole(path, json.dumps({**whole, "digest": _digest(whole)}, indent=1))
+        content["moves"] = dict(moves)
+    content = json.loads(json.dumps(content))  # as a reader sees it
+    write_whole(path, json.dumps({**content, "digest": _digest(content)}, indent=1))
 
 
 def read_saved(path: StrPath, *, unsealed: bool = False) -> Saved:
-    """Reads and checks a manifest.
+    """Read and check a manifest.
 
     Args:
-        path: of the manifest.
-        unsealed: also take one without a digest, as version 0.1 wrote them; its files have sizes at most.
+        path: path of the manifest.
+        unsealed: also accept a manifest without a digest, as version 0.1 wrote; its files have sizes at most.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the manifest does not exist.
         DataError: it cannot be read, was changed, or is not a manifest.
     """
     where = os.fspath(path)
-    whole = _read_json(where)
-    sealed = "digest" in whole
-    if not sealed and (not unsealed or any(isinstance(d, dict) for d in _dict(whole.get("files")).values())):
+    content = _read_json(where)
+    sealed = "digest" in content
+    if not sealed and (not unsealed or any(isinstance(d, dict) for d in _dict(content.get("files")).values())):
         raise DataError(f"{where} has no digest; it was changed, or is not a manifest")
     if sealed:
-        digest = whole.pop("digest")
-        if digest != _digest(whole):
-            raise DataError(f"{where} is damaged: its digest does not fit what it says")
-    files = _files(whole.pop("files", {}), where, sealed)
-    moves = whole.pop("moves", {})
+        digest = content.pop("digest")
+        if digest != _digest(content):
+            raise DataError(f"{where} is damaged: its digest does not match its contents")
+    files = _files(content.pop("files", {}), where, sealed)
+    moves = content.pop("moves", {})
     if not isinstance(moves, dict) or not all(_inside(n) and _inside(to) and n in files for n, to in moves.items()):
         raise DataError(f"{where}: moves must map the names of files to names inside the folder")
-    return Saved(where, whole, files, moves)
+    return Saved(where, content, files, moves)
 
 
 def _read_json(where: str) -> dict[str, Any]:
@@ -162,20 +161,20 @@ def _read_json(where: str) -> dict[str, Any]:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise DataError(f"{where} has more than {MAX_BYTES} bytes, so it is not a manifest")
-        whole = json.loads(data)
+        content = json.loads(data)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise DataError(f"{where} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # also for integers of thousands of digits
         raise DataError(f"{where} is not a JSON file: {error}") from error
-    if not isinstance(whole, dict):
-        raise DataError(f"{where} is not a manifest: it holds a JSON {type(whole).__name__}")
-    return whole
+    if not isinstance(content, dict):
+        raise DataError(f"{where} is not a manifest: it holds a JSON {type(content).__name__}")
+    return content
 
 
-def _digest(whole: Mapping[str, Any]) -> str:
-    canonical = json.dumps(whole, sort_keys=True, separators=(",", ":"))
+def _digest(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
 

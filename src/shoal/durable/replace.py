@@ -1,7 +1,7 @@
-"""Files of one save in a folder that stays, put in place of those of the save before in one step.
+"""Replace the files of a save in an existing folder with those of a new one, atomically.
 
-The step is the writing of the manifest: the new files are in the folder by then under other names, which the manifest
-knows. Whoever reads before they are renamed, or after a crash in the middle, finds each under one name or the other.
+The switch is the writing of the manifest: by then the new files are in the folder under temporary names, which the
+manifest lists. A reader before the renames, or after a crash in between, finds each file under one of its two names.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def replace_files(
     files: Mapping[str, tuple[int, int | None]],
     moves: Mapping[str, str],
 ) -> None:
-    """Makes ``files`` the save that ``manifest`` names; those of the save before that are not among them are removed.
+    """Make ``files`` the save of ``manifest``, and remove files of the previous save that are not among them.
 
     Args:
-        manifest: its path; other names are relative to its folder.
-        fields: what the kind of save needs besides.
+        manifest: path of the manifest; other names are relative to its folder.
+        fields: further fields of the manifest.
         files: name -> digest.
-        moves: name -> where the file is now, whole and on the disk.
+        moves: name -> current name of the file, which is complete and on disk.
     """
     path = os.fspath(manifest)
     folder = os.path.dirname(path)
@@ -49,7 +49,7 @@ def replace_files(
 
 
 def finish_moves(folder: StrPath, moves: Mapping[str, str]) -> None:
-    """Gives files their names, manifests among them last; those that have them already stay."""
+    """Rename files to their final names, manifests last; files that were renamed already are kept."""
     for name in sorted(moves, key=lambda name: name.endswith(SIDECAR)):
         target = os.path.join(folder, name)
         os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
@@ -66,7 +66,7 @@ def files_below(folder: StrPath) -> list[str]:
 
 
 def digests_known(folder: StrPath) -> dict[str, FileDigest]:
-    """The digests of the files below a folder that a manifest next to them names."""
+    """The digests of the files below a folder that are listed in a manifest there."""
     known = {}
     for name in files_below(folder):
         if name.endswith(SIDECAR):
@@ -76,13 +76,13 @@ def digests_known(folder: StrPath) -> dict[str, FileDigest]:
 
 
 def digests_below(folder: StrPath) -> dict[str, FileDigest]:
-    """The digests of all files below a folder; those that are not known are read."""
+    """The digests of all files below a folder; files in no manifest are read."""
     known = digests_known(folder)
     return {name: known.get(name) or digest_file(os.path.join(folder, name)) for name in files_below(folder)}
 
 
 def _files_before(manifest: str) -> set[str]:
-    """The files of the save that a new one replaces, under whatever names."""
+    """The files of the save that a new one replaces, under final and temporary names."""
     try:
         saved: Saved = read_saved(manifest, unsealed=True)
     except (DataError, FileNotFoundError):
@@ -92,7 +92,7 @@ def _files_before(manifest: str) -> set[str]:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """One replacement at a time in a folder, by all processes of this machine."""
+    """Hold a lock, so that processes on this machine replace saves in a folder one at a time."""
     fd = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks

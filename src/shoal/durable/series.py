@@ -1,4 +1,4 @@
-"""Numbered folders in one directory: which are whole, which is the newest that can be loaded, which can go."""
+"""Numbered folders in one directory: find the complete ones, load the newest, remove old ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Found:
-    """A folder of a series: its manifest, or what is wrong with it."""
+    """A folder of a series: its manifest, or a description of the damage."""
 
     path: str
     number: int
@@ -34,9 +34,9 @@ class Series:
     """The folders ``<prefix><number>`` of a directory.
 
     Args:
-        directory: it need not be there yet.
-        prefix: of the folders' names.
-        digits: numbers have at least as many.
+        directory: need not exist yet.
+        prefix: beginning of the folders' names.
+        digits: minimal number of digits of the numbers.
     """
 
     def __init__(self, directory: StrPath, prefix: str, digits: int) -> None:
@@ -44,11 +44,11 @@ class Series:
         self._pattern = re.compile(rf"{re.escape(prefix)}(\d{{{digits},}})")
 
     def path(self, number: int) -> str:
-        """Where the folder of a number is or will be."""
+        """The path of the folder with a number, existing or not."""
         return os.path.join(self.directory, f"{self._prefix}{number:0{self._digits}d}")
 
     def numbers(self) -> list[int]:
-        """Of all folders, whole or not."""
+        """The numbers of all folders, complete or not."""
         return sorted(self._entries())
 
     def _entries(self) -> dict[int, str]:
@@ -59,7 +59,7 @@ class Series:
         return {int(match[1]): entry for entry in entries if (match := self._pattern.fullmatch(entry))}
 
     def look(self, number: int) -> Found:
-        """One folder; its manifest and the sizes of its files are checked, their bytes are not."""
+        """Check one folder's manifest and the sizes of its files, but not their bytes."""
         entry = self._entries().get(number)
         path = os.path.join(self.directory, entry) if entry else self.path(number)
         try:
@@ -83,17 +83,17 @@ class Series:
         report: Callable[[str], None],
         verify: Callable[[Found], None] | None = None,
     ) -> T | None:
-        """What ``load`` makes of the newest whole folder; None when there are no folders.
+        """Load the newest complete folder and return the result; None if there are no folders.
 
         Args:
-            load: gets a folder without visible damage. When it raises a `DataError`, and must have changed nothing
-                then, the files are verified: where they are as they were written, the error is not about damage (such
-                as rows of another width) and is raised.
-            report: is told of every damaged folder that was passed over.
+            load: gets a folder without visible damage. If it raises a `DataError`, it must have changed nothing, and
+                the files are verified: if they are undamaged, the error has another cause (such as rows of another
+                width) and is raised.
+            report: is called with a message about each damaged folder that was skipped.
             verify: raises a `DataError` for a damaged folder; by default the digests of its files decide.
 
         Raises:
-            DataError: there are folders, and none is whole; or what ``load`` raised for a whole one.
+            DataError: all folders are damaged; or ``load`` raised it for an undamaged one.
         """
         damaged: list[str] = []
         for number in reversed(self.numbers()):
@@ -112,13 +112,13 @@ class Series:
                     return result
             damaged.append(f"checkpoint {found.path} is damaged: {damage}")
         if damaged:
-            raise DataError(f"no checkpoint in {self.directory} is whole: {'; '.join(damaged)}")
+            raise DataError(f"no checkpoint in {self.directory} is complete: {'; '.join(damaged)}")
         return None
 
     def prune(self, keep: int, pinned: Collection[int] = ()) -> list[str]:
-        """Removes all but the newest ``keep`` whole folders and the pinned ones; the names of the removed.
+        """Remove all but the newest ``keep`` complete folders and the pinned ones; return the removed names.
 
-        A damaged folder is removed once ``keep`` newer ones are whole.
+        A damaged folder is removed once there are ``keep`` newer complete ones.
         """
         kept = 0
         removed = []
@@ -132,7 +132,7 @@ class Series:
 
 
 def _damage(found: Found, verify: Callable[[Found], None] | None) -> str | None:
-    """What is wrong with the files of a folder, None when they are as they were written."""
+    """Describe the damage to the files of a folder; None if they are undamaged."""
     try:
         if verify is not None:
             verify(found)

@@ -1,1 +1,1 @@
-"""What running processes show and tell: status page, metrics, logs of access and audit, traces, alert rules."""
+"""Observability of running processes: status page, metrics, access and audit logs, traces, alert rules."""

@@ -1,4 +1,4 @@
-"""Audit lines: who changed what a server serves, and how it ended; in the log, and in a file if one is named."""
+"""The audit log: who changed what a server serves, and the outcome; also written to a file if one is set."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ _files: list[Lines] = []
 
 
 def record(event: str, **fields: Any) -> None:
-    """One line: what happened (``push``, ``reload``, ``load``, ``refused``, …), and what is known of it."""
+    """Write one line: the event (``push``, ``reload``, ``load``, ``refused``, …) and its details."""
     kept = {key: value for key, value in fields.items() if value not in ("", None)}
     log.info("%s %s", event, json.dumps(kept, default=str))
     line = {"time": stamp(time.time()), "event": event, **kept}
@@ -23,7 +23,7 @@ def record(event: str, **fields: Any) -> None:
 
 
 def to_file(path: str | Path) -> Lines:
-    """Writes the lines of this process to a file as well, until :func:`end_file`."""
+    """Also write this process's audit lines to a file, until :func:`end_file`."""
     made = Lines(path)
     _files.append(made)
     return made

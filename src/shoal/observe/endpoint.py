@@ -1,4 +1,4 @@
-"""The HTTP port of a process: status page, its values as JSON, metrics and health, over plain HTTP or TLS."""
+"""The HTTP port of a process: status page, status as JSON, metrics and health, over plain HTTP or TLS."""
 
 import base64
 import binascii
@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from shoal import __version__
 from shoal.errors import ConfigError, missing_extra
+from shoal.observe.finite import finite
 from shoal.observe.history import Figures, History
 from shoal.observe.page import Part
 from shoal.observe.pool import PooledHandler, PooledHttpServer
@@ -30,7 +31,7 @@ Answer = tuple[str, bytes]
 
 
 class HttpError(Exception):
-    """An answer other than 200; ``text`` is for people."""
+    """An answer other than 200; ``text`` is the message."""
 
     def __init__(self, status: int, text: str, kind: str = JSON) -> None:
         super().__init__(text)
@@ -38,37 +39,37 @@ class HttpError(Exception):
 
 
 class Shown:
-    """What a process shows of itself. Any thread may call any method; each must be quick."""
+    """The status of a process, for its HTTP port. Any thread may call any method; each must be fast."""
 
     counters: ClassVar[Collection[str]] = ()
-    """Figures that only rise: their history is what they gain per second."""
+    """Figures that only increase; their history holds the increase per second."""
 
     def __init__(self) -> None:
         self.errors = RecentErrors()
-        """What it logs, and what it notes there."""
+        """Recent errors and warnings, both logged ones and those passed to ``note``."""
 
     def status(self) -> dict[str, Any]:
-        """Plain values for programs, at /status.json."""
+        """The status as plain values, for /status.json."""
         return {}
 
     def figures(self) -> Figures:
-        """What the history keeps, by name."""
+        """The figures that the history keeps, by name."""
         return {}
 
     def page(self) -> Part:
-        """What people see; see `shoal.observe.page`."""
+        """The content of the status page; see `shoal.observe.page`."""
         raise NotImplementedError
 
     def metrics(self) -> bytes:
-        """In Prometheus' text format; by default what this process counts."""
+        """Metrics in Prometheus' text format; by default those of this process."""
         return process_metrics()
 
     def health(self) -> tuple[bool, str, bytes]:
-        """(whether it is alive, content type, body), which everybody may see."""
+        """(whether it is alive, content type, body); visible without credentials."""
         return True, TEXT, b"ok\n"
 
     def ready(self) -> str:
-        """Why requests should go elsewhere, "" when they may come."""
+        """Why the process is not ready for requests; "" if it is."""
         return ""
 
 
@@ -82,7 +83,7 @@ def process_metrics() -> bytes:
 
 
 class Panel:
-    """What a process shows, its history and its last errors; it reads figures from `start` to `close`."""
+    """The status of a process, the history of its figures (from `start` to `close`), and its last errors."""
 
     def __init__(self, shown: Shown) -> None:
         self.shown = shown
@@ -100,12 +101,12 @@ class Panel:
         forget_log(self.errors)
 
     def status(self) -> dict[str, Any]:
-        """What /status.json answers."""
+        """The content of /status.json."""
         base = {"version": __version__, "uptime_s": time.time() - self.started_at}
         return {**base, **self.shown.status(), "errors": self.errors.read()}
 
     def page(self, span: str) -> dict[str, Any]:
-        """What the page draws."""
+        """The data of the status page."""
         shown = self.shown.page()
         about = [f"version {__version__}", f"up {_duration(time.time() - self.started_at)}", shown["about"]]
         shown["about"] = ", ".join(filter(None, about))
@@ -136,10 +137,10 @@ class PageHandler(PooledHandler):
     def do_GET(self) -> None:
         self.answer(self._get)
 
-    # --- the frame --------------------------------------------------------------------------------------------------
+    # --- responses --------------------------------------------------------------------------------------------------
 
     def answer(self, make: Callable[[], Answer]) -> None:
-        """Sends what ``make`` gives, or the error that it raises."""
+        """Send the result of ``make``, or the error that it raises."""
         try:
             status, kind, body = 200, *make()
         except Exception as error:
@@ -156,7 +157,7 @@ class PageHandler(PooledHandler):
             self.send_header("WWW-Authenticate", 'Basic realm="any name, and a token as the password"')
         if status == 429:
             self.send_header("Retry-After", "1")
-        if status >= 400:  # what is left of the body was not read
+        if status >= 400:  # the rest of the body was not read
             self.close_connection = True
             self.send_header("Connection", "close")
         self.end_headers()
@@ -164,7 +165,7 @@ class PageHandler(PooledHandler):
         self.refused = status >= 400 and self.command == "POST"
 
     def error_of(self, error: Exception) -> tuple[int, str, str]:
-        """(HTTP status, content type, text) of what a route has raised."""
+        """(HTTP status, content type, text) of an exception raised by a route."""
         if isinstance(error, HttpError):
             return error.status, error.kind, error.text
         if isinstance(error, ImportError):
@@ -173,9 +174,9 @@ class PageHandler(PooledHandler):
         return 500, JSON, str(error)
 
     def identify(self) -> str:
-        """Who asks; an HttpError for those who may not."""
+        """The caller's identity; raises HttpError if access is denied."""
         if self.local and not self.security.authenticates and not _is_local_name(self.headers.get("Host", "")):
-            # A web page that has its own name resolve to 127.0.0.1 could read what is here.
+            # Against DNS rebinding: a web page whose name resolves to 127.0.0.1 could read this port.
             raise HttpError(403, "the Host header must be localhost or an IP address on a port without tokens")
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
         bearer = given if scheme == "Bearer" else _basic_password(given) if scheme == "Basic" else ""
@@ -185,7 +186,7 @@ class PageHandler(PooledHandler):
             name = subject.get("commonName", "")
         identity = self.security.identify(bearer, name)
         if identity is None:
-            raise HttpError(401, "no known token; send Authorization: Bearer …")
+            raise HttpError(401, "the token is missing or unknown; send Authorization: Bearer …")
         return identity
 
     # --- routes -----------------------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ class PageHandler(PooledHandler):
             alive, kind, body = shown.health()
             try:
                 self.identify()
-            except HttpError:  # whoever may not see more learns whether it is alive
+            except HttpError:  # callers without access learn only whether it is alive
                 kind, body = TEXT, b"ok\n" if alive else b"unavailable\n"
             if not alive:
                 raise HttpError(503, body.decode(), kind)
@@ -223,20 +224,20 @@ class PageHandler(PooledHandler):
         return self.get(url.path, identity)
 
     def get(self, path: str, identity: str) -> Answer:
-        """Another route."""
+        """Handle any other path."""
         raise HttpError(404, f"there is no route {path}; routes are /, /status.json, /metrics, /healthz and /readyz")
 
 
 class HttpPort:
-    """A port that shows a process, from `start` to `stop`.
+    """The HTTP port of a process, open from `start` to `stop`.
 
     Args:
         address: ``host:port``; port 0 picks a free one.
-        security: what callers must show; without TLS and tokens it listens on loopback only.
+        security: the credentials that callers must present; without TLS and tokens it may listen only on loopback.
         handler: answers the requests; ``fields`` become its class attributes.
 
     Raises:
-        ConfigError: the address cannot be listened on, or may not without TLS and tokens.
+        ConfigError: the address cannot be bound, or must not be bound without TLS and tokens.
     """
 
     def __init__(
@@ -280,22 +281,11 @@ class HttpPort:
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(_finite(value), default=str).encode()
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinity, which JSON does not have, become null."""
-    if isinstance(value, float):
-        return value if value - value == 0 else None
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return value
+    return json.dumps(finite(value), default=str).encode()
 
 
 def _basic_password(given: str) -> str:
-    """What a browser sends when it has asked for a name and a password: the token is the password."""
+    """The password of a browser's basic authentication, which is the token."""
     try:
         return base64.b64decode(given, validate=True).decode().partition(":")[2]
     except (binascii.Error, UnicodeDecodeError):
@@ -303,7 +293,7 @@ def _basic_password(given: str) -> str:
 
 
 def _is_local_name(host: str) -> bool:
-    """Whether a Host header is a name that only a user of this machine would type: localhost or an IP address."""
+    """Whether a Host header is localhost or an IP address, not a domain name that a web page could control."""
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
     if name.lower() in ("", "localhost") or name.lower().endswith(".localhost"):
         return True

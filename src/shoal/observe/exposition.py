@@ -1,4 +1,4 @@
-"""Prometheus' text format, for figures that are read when they are asked for."""
+"""Renders figures that are computed on request in Prometheus' text format."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,10 +11,10 @@ class Family:
     """A metric and its samples.
 
     Args:
-        name: without the ``_total`` of counters.
+        name: the metric's name, without the ``_total`` of counters.
         kind: gauge, counter or histogram.
-        text: what it is.
-        labels: names of labels.
+        text: its description.
+        labels: the label names.
     """
 
     def __init__(self, name: str, kind: str, text: str, labels: tuple[str, ...] = ()) -> None:
@@ -22,12 +22,12 @@ class Family:
         self.samples: list[tuple[tuple[str, ...], Any]] = []
 
     def add(self, value: float | Histogram, *labels: str) -> "Family":
-        """A sample, with a value for each label."""
+        """Add a sample, with a value for each label."""
         self.samples.append((labels, value))
         return self
 
     def metric(self) -> Any:
-        """As ``prometheus_client`` has it."""
+        """The family as a ``prometheus_client`` metric."""
         from prometheus_client import core
 
         kind = {

@@ -1,4 +1,4 @@
-"""The figures of a process over time, for its status page: every two seconds lately, every minute of a day."""
+"""A process's figures over time, for its status page: recently every two seconds, and every minute for a day."""
 
 import logging
 import math
@@ -14,7 +14,7 @@ Figures = Mapping[str, float | int | None]
 
 
 class Ring:
-    """The last readings at one distance: times, and one list of values per figure."""
+    """The last readings at one interval: times, and one list of values per figure."""
 
     def __init__(self, every_s: float, length: int) -> None:
         self.every_s = every_s
@@ -24,7 +24,7 @@ class Ring:
         self._rows.append((now, values))
 
     def read(self) -> dict[str, Any]:
-        """``every_s``, ``times`` (Unix seconds) and ``series``: name -> values, None where there was none."""
+        """``every_s``, ``times`` (Unix seconds) and ``series``: name -> values, None for missing ones."""
         rows = list(self._rows)
         names = dict.fromkeys(name for _, values in rows for name in values)
         return {
@@ -35,11 +35,11 @@ class Ring:
 
 
 class History:
-    """Reads figures now and then, on a thread of its own, until `close`.
+    """Reads figures periodically on its own thread, until `close`.
 
     Args:
-        read: the figures of now by name; None where one is not known. Called every ``every_s`` seconds.
-        counters: names of figures that only rise; kept is what they gained per second.
+        read: returns the current figures by name, None for unknown ones. Called every ``every_s`` seconds.
+        counters: names of figures that only increase; their increase per second is kept.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class History:
         return (self._day if span == "day" else self._recent).read()
 
     def sample(self, now: float | None = None) -> None:
-        """Takes one reading."""
+        """Take one reading."""
         clock = time.monotonic() if now is None else now
         figures = {name: float(value) for name, value in self._read().items() if value is not None}
         figures = {name: value for name, value in figures.items() if math.isfinite(value)}
@@ -100,8 +100,8 @@ class History:
         while True:
             try:
                 self.sample()
-            except Exception:  # a page that is wrong must not end what it shows
-                log.debug("the figures of the status page could not be read", exc_info=True)
+            except Exception:  # an error in the status page must not stop the process
+                log.debug("could not read the figures for the status page", exc_info=True)
             if self._stop.wait(self._recent.every_s):
                 return
 
@@ -112,5 +112,5 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _short(value: float | None) -> float | None:
-    """Six digits are enough for a drawing, and make the answer small."""
+    """Round to six digits: enough for a chart, and a smaller answer."""
     return None if value is None else float(f"{value:.6g}")

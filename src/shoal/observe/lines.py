@@ -1,4 +1,4 @@
-"""Files of JSON lines that others may rotate: the access log and the audit log."""
+"""Files of JSON lines that other programs may rotate: the access log and the audit log."""
 
 import json
 import logging
@@ -13,9 +13,9 @@ from shoal.errors import ConfigError
 
 
 class Lines:
-    """Appends JSON objects to a file, which is opened anew when it was moved away; ``-`` is standard error.
+    """Appends JSON objects to a file, which is reopened when it has been moved; ``-`` is standard error.
 
-    A disk that is full costs lines, not requests.
+    If the disk is full, lines are lost, but requests do not fail.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -26,7 +26,7 @@ class Lines:
             try:
                 self._handler = logging.handlers.WatchedFileHandler(path, encoding="utf-8")
             except OSError as error:
-                raise ConfigError(f"the log {path} cannot be written: {error.strerror or error}") from None
+                raise ConfigError(f"cannot write the log {path}: {error.strerror or error}") from None
         self._handler.handleError = lambda record: None
 
     def write(self, fields: dict[str, Any]) -> None:
@@ -38,17 +38,17 @@ class Lines:
 
 
 def stamp(at: float) -> str:
-    """``2026-11-17T10:00:00.123Z`` of Unix seconds."""
+    """Format Unix seconds as ``2026-11-17T10:00:00.123Z``."""
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(at))}.{int(at % 1 * 1000):03d}Z"
 
 
 class AccessLog:
-    """One line per request: a share of those that went well, and those that failed, up to a bound.
+    """One line per request: a share of successful requests, and failed ones up to a limit.
 
     Args:
-        path: of the file; ``-`` is standard error.
-        share: of the requests that went well, from 0 to 1.
-        max_failures: lines per second for requests that failed.
+        path: the file; ``-`` is standard error.
+        share: the share of successful requests to log, from 0 to 1.
+        max_failures: maximum lines per second for failed requests.
     """
 
     def __init__(self, path: str | Path, share: float = 0.01, max_failures: int = 100) -> None:
@@ -56,15 +56,15 @@ class AccessLog:
             raise ConfigError(f"the share of requests in the access log must be from 0 to 1, got {share:g}")
         self._lines = Lines(path)
         self.every = round(1 / share) if share else 0
-        """One in so many requests is logged; 0: none."""
+        """One in this many requests is logged; 0: none."""
         self._max_failures = max_failures
         self._lock = threading.Lock()
         self._second, self._failures = 0, 0
         self.left_out = 0
-        """Lines about failures that were left out."""
+        """The number of failed requests that were not logged."""
 
-    def may_tell_failure(self) -> bool:
-        """Whether one more failed request may be logged in this second."""
+    def may_log_failure(self) -> bool:
+        """Whether another failed request may be logged in this second."""
         with self._lock:
             second = int(time.monotonic())
             if second != self._second:
@@ -76,7 +76,7 @@ class AccessLog:
             return False
 
     def write(self, begun: float, seconds: float, **fields: Any) -> None:
-        """A line about a request that began at Unix seconds ``begun``; empty fields are left out."""
+        """Write a line for a request that began at Unix seconds ``begun``; empty fields are omitted."""
         kept = {key: value for key, value in fields.items() if value not in ("", None)}
         self._lines.write({"time": stamp(begun), "seconds": round(seconds, 6), **kept})
 

@@ -1,22 +1,22 @@
-"""What a status page shows, as plain values that `page.html` draws: tiles, charts over time, tables."""
+"""The content of a status page as plain values that `page.html` draws: tiles, charts, tables."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 Unit = Literal["", "n", "per_s", "s", "ago", "bytes", "share", "digits"]
-"""How a value is written: as it is, a number, a rate, a duration, a time since, a size, a percentage, four digits."""
+"""Formats of values: unchanged, number, rate, duration, time since, size, percentage, four digits."""
 Tone = Literal["", "good", "bad", "warn"]
 
 Part = dict[str, Any]
 
 
 def tile(label: str, value: Any, unit: Unit = "n", tone: Tone = "", hint: str = "") -> Part:
-    """One figure at the top; None is shown as unknown."""
+    """A figure at the top of the page; None is shown as unknown."""
     return {"label": label, "value": value, "unit": unit, "tone": tone, "hint": hint}
 
 
 def chart(title: str, figures: Mapping[str, str], unit: Unit = "n") -> Part:
-    """Lines over time: what the legend says -> the figure of the history."""
+    """A chart over time; ``figures``: legend text -> name of a figure in the history."""
     return {"title": title, "unit": unit, "lines": [{"name": name, "figure": each} for name, each in figures.items()]}
 
 
@@ -31,7 +31,7 @@ def table(
 
 
 def pill(text: str, tone: Tone = "", title: str = "") -> Part:
-    """A state."""
+    """A coloured label for a state."""
     return {"pill": text, "tone": tone, "title": title}
 
 
@@ -48,7 +48,7 @@ def page(
     charts: Sequence[Part] = (),
     tables: Sequence[Part] = (),
 ) -> Part:
-    """A whole page."""
+    """The complete page."""
     return {
         "title": title, "about": about, "state": state, "tiles": list(tiles), "charts": list(charts),
         "tables": list(tables),

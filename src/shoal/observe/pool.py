@@ -1,4 +1,4 @@
-"""HTTP connections over a fixed number of threads: idle ones wait in a selector, not in a thread."""
+"""Serves HTTP connections with a fixed number of threads: idle connections wait in a selector, not in a thread."""
 
 import contextlib
 import logging
@@ -19,18 +19,18 @@ log = logging.getLogger(__name__)
 THREADS = 32
 MAX_CONNECTIONS = 8192
 IDLE_SECS = 30.0
-"""How long a connection may be without a request, and a request may take to arrive."""
+"""How long a connection may be idle, and how long a request may take to arrive."""
 LINGER_SECS = 10.0
 """How long a client whose request was refused may keep sending it."""
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class PooledHandler(BaseHTTPRequestHandler):
-    """A handler that answers one request at a time, whenever its connection has one."""
+    """A handler that answers requests when its connection has one, and then releases its thread."""
 
     timeout = IDLE_SECS
     refused = False
-    """Whether the request was answered before it was read: the client is let finish before the connection is closed."""
+    """Whether the request was answered before it was read; the connection closes after the client has finished."""
     reading_since: float | None = None
     """When the request began to arrive, in monotonic seconds; None once it has been read."""
 
@@ -39,7 +39,7 @@ class PooledHandler(BaseHTTPRequestHandler):
         self.setup()
 
     def serve(self) -> bool:
-        """Answers what has arrived; whether more may come."""
+        """Answer the requests that have arrived; returns whether more may come."""
         while True:
             self.reading_since = time.monotonic()
             self.close_connection = True
@@ -51,11 +51,11 @@ class PooledHandler(BaseHTTPRequestHandler):
                 return True
 
     def _has_more(self) -> bool:
-        """Whether a part of the next request is in a buffer of ours, where a selector does not see it."""
+        """Whether part of the next request is already in our buffer, where the selector does not see it."""
         self.connection.settimeout(0)
         try:
             return bool(self.rfile.peek(1))  # pyrefly: ignore
-        except OSError:  # TLS says so that there is nothing
+        except OSError:  # how TLS reports that there is no data
             return False
         finally:
             self.connection.settimeout(self.timeout)
@@ -68,19 +68,19 @@ class _Connection:
     handler: PooledHandler | None = None
     draining: bool = False
     until: float = field(default_factory=lambda: time.monotonic() + IDLE_SECS)
-    """When it is closed if nothing comes, in monotonic seconds."""
+    """When it is closed if nothing arrives, in monotonic seconds."""
 
 
 class PooledHttpServer:
-    """Accepts connections and has their requests answered by at most ``threads`` threads.
+    """Accepts connections and answers their requests on at most ``threads`` threads.
 
-    Requests beyond that wait. A connection beyond ``max_connections`` takes the place of the one that has been idle for
-    longest; where none is idle it is answered with 503.
+    Further requests wait. A connection beyond ``max_connections`` replaces the one that has been idle longest; if none
+    is idle, it is answered with 503.
 
     Args:
         address: (host, port); port 0 picks a free one.
-        handler: makes a ``PooledHandler`` of a connection and the client's address.
-        context: for TLS.
+        handler: creates a ``PooledHandler`` from a connection and the client's address.
+        context: the TLS context.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class PooledHttpServer:
         self._handler, self._context, self._max = handler, context, max_connections
         self._pool = ThreadPoolExecutor(threads, "shoal-rest")
         self._selector = selectors.DefaultSelector()
-        self._waiting: dict[_Connection, None] = {}  # in the selector, in the order in which they came there
+        self._waiting: dict[_Connection, None] = {}  # connections in the selector, longest idle first
         self._busy: set[_Connection] = set()
         self._returned: queue.SimpleQueue[tuple[_Connection, bool]] = queue.SimpleQueue()
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._closed = False  # whoever is still at work closes its connection itself
+        self._closed = False  # busy threads close their connections themselves
 
     def serve_forever(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -132,7 +132,7 @@ class PooledHttpServer:
                 self._close(connection)
 
     def stop(self) -> None:
-        """Ends :meth:`serve_forever`; connections are closed, requests that were read are answered."""
+        """End :meth:`serve_forever`; requests that were read are answered, and connections are closed."""
         self._stop.set()
         self._notify()
 
@@ -157,7 +157,7 @@ class PooledHttpServer:
             return
         if len(self._waiting) + len(self._busy) >= self._max:
             if not self._waiting:
-                log.warning("%d connections are busy; %s is refused", self._max, address)
+                log.warning("all %d connections are busy; refusing a connection from %s", self._max, address)
                 with contextlib.suppress(OSError), accepted:
                     accepted.setblocking(False)
                     if self._context is None:
@@ -167,7 +167,7 @@ class PooledHttpServer:
         self._await(_Connection(accepted, address))
 
     def _await(self, connection: _Connection) -> None:
-        """Waits for what comes next on a connection, without a thread."""
+        """Wait for the next request on a connection, without a thread."""
         connection.until = time.monotonic() + (LINGER_SECS if connection.draining else IDLE_SECS)
         try:
             self._selector.register(connection.socket, selectors.EVENT_READ, connection)
@@ -186,7 +186,7 @@ class PooledHttpServer:
         self._pool.submit(self._serve, connection)
 
     def _drain(self, connection: _Connection) -> None:
-        """Reads away what a refused client still sends: closing before that would take the answer from it."""
+        """Discard what a refused client still sends; closing before it has finished would lose the answer."""
         try:
             connection.socket.settimeout(0)
             if connection.socket.recv(65536):
@@ -198,7 +198,7 @@ class PooledHttpServer:
         self._close(connection)
 
     def _serve(self, connection: _Connection) -> None:
-        """On a thread of the pool."""
+        """Serve a connection on a pool thread."""
         stays = False
         try:
             if connection.handler is None:
@@ -208,15 +208,15 @@ class PooledHttpServer:
                     )
                 connection.handler = self._handler(connection.socket, connection.address)
             stays = connection.handler.serve()
-            if stays:  # while it is idle, it has no buffers
+            if stays:  # an idle connection has no buffers
                 connection.handler.finish()
                 connection.handler = None
                 return
-            if not stays and connection.handler.refused:
+            if connection.handler.refused:
                 connection.socket.shutdown(socket.SHUT_WR)
                 connection.draining = stays = True
         except Exception:
-            log.debug("a connection from %s ended badly", connection.address, exc_info=True)
+            log.debug("a connection from %s failed", connection.address, exc_info=True)
         finally:
             with self._lock:
                 if self._closed:
@@ -236,7 +236,7 @@ class PooledHttpServer:
         for connection in self._busy:
             begun = connection.handler.reading_since if connection.handler is not None else None
             if begun is not None and now - begun > IDLE_SECS:
-                _shut(connection.socket)  # whoever reads from it gets its end
+                _shut(connection.socket)  # readers see the end of the stream
 
     def _close(self, connection: _Connection) -> None:
         if connection in self._waiting:

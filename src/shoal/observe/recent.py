@@ -13,7 +13,7 @@ MAX_TEXT = 500
 
 @dataclass(slots=True)
 class Trouble:
-    """Something that went wrong, or that a person should know."""
+    """An error or warning."""
 
     time: float
     """When it happened last."""
@@ -25,7 +25,7 @@ class Trouble:
 
 
 class RecentErrors(logging.Handler):
-    """Keeps the last distinct errors and warnings that are logged, or that :meth:`note` is told."""
+    """Keeps the last distinct errors and warnings that are logged or passed to :meth:`note`."""
 
     def __init__(self, kept: int = KEPT) -> None:
         super().__init__(logging.WARNING)
@@ -42,23 +42,23 @@ class RecentErrors(logging.Handler):
         except Exception:
             text = str(record.msg)
         self.note(text, where=record.name, level="error" if record.levelno >= logging.ERROR else "warning")
-        if logging.lastResort is not None and not _others_hear():  # without this handler it would go to stderr
+        if logging.lastResort is not None and not _has_other_handlers():  # logging would otherwise print it to stderr
             logging.lastResort.handle(record)
 
     def note(self, text: str, *, where: str = "", level: str = "error") -> None:
-        """Remembers one."""
+        """Record one error or warning."""
         text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …"
         with self._guard:
             self.total += 1
             known = self._found.pop((where, text), None)
             count = 1 if known is None else known.count + 1
             self._found[where, text] = Trouble(time.time(), level, where, text, count)
-            while len(self._found) > self._kept:  # warnings go first: others must not push errors out
+            while len(self._found) > self._kept:  # drop warnings first: they must not displace errors
                 oldest = next((key for key, each in self._found.items() if each.level == "warning"), None)
                 self._found.pop(oldest if oldest is not None else next(iter(self._found)))
 
     def read(self) -> list[dict[str, Any]]:
-        """The newest first."""
+        """The recorded errors and warnings, newest first."""
         with self._guard:
             return [asdict(each) for each in reversed(self._found.values())]
 
@@ -66,13 +66,13 @@ class RecentErrors(logging.Handler):
 _LOGGER = logging.getLogger("shoal")
 
 
-def _others_hear() -> bool:
+def _has_other_handlers() -> bool:
     handlers = [*_LOGGER.handlers, *logging.getLogger().handlers]
     return any(not isinstance(each, RecentErrors) for each in handlers)
 
 
 def watch_log(errors: RecentErrors) -> None:
-    """Has it hear of what the library logs in this process, until :func:`forget_log`."""
+    """Record the errors and warnings that the library logs in this process, until :func:`forget_log`."""
     _LOGGER.addHandler(errors)
 
 

@@ -1,4 +1,4 @@
-"""What the Prometheus metrics of one process mean to somebody who watches it: pure functions of two readings."""
+"""Summarises the Prometheus metrics of one process, as pure functions of two readings."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def parse_metrics(text: str) -> list[Sample]:
     """The samples of a text in Prometheus' exposition format.
 
     Raises:
-        DataError: no line of it is one, as of a web page.
+        DataError: the text has no valid lines, for example because it is a web page.
     """
-    samples, odd = [], 0
+    samples, malformed = [], 0
     for line in text.splitlines():
         line = line.strip()
         if not line or line.startswith("#"):
@@ -37,15 +37,15 @@ def parse_metrics(text: str) -> list[Sample]:
         match = _LINE.fullmatch(line)
         value = _float(match[3]) if match else None
         if match is None or value is None:
-            odd += 1
+            malformed += 1
             continue
         labels = {
             key: re.sub(r"\\(.)", lambda m: _ESCAPES.get(m[1], m[0]), quoted)
             for key, quoted in _LABEL.findall(match[2] or "")
         }
         samples.append(Sample(match[1], labels, value))
-    if odd and not samples:
-        raise DataError("its answer is not Prometheus metrics")
+    if malformed and not samples:
+        raise DataError("the response is not Prometheus metrics")
     return samples
 
 
@@ -61,11 +61,11 @@ class Reading:
     """The metrics of one endpoint at one moment."""
 
     at: float
-    """Seconds of a clock that only rises."""
+    """Seconds on a monotonic clock."""
     samples: list[Sample]
 
     def total(self, name: str | re.Pattern[str], keep: Callable[[dict[str, str]], bool] | None = None) -> float | None:
-        """The sum over all labels; None where there is no such metric."""
+        """The sum over all labels; None if there is no such metric."""
         found = [s.value for s in self._named(name) if keep is None or keep(s.labels)]
         return sum(found) if found or any(True for _ in self._named(name)) else None
 
@@ -88,14 +88,14 @@ class Reading:
 
 
 def rate(now: float | None, before: float | None, seconds: float) -> float | None:
-    """What a counter gained per second; a counter that fell was started anew."""
+    """A counter's increase per second; a counter that decreased was restarted from 0."""
     if now is None or before is None or seconds <= 0:
         return None
     return max(0.0, now - before if now >= before else now) / seconds
 
 
 def quantile(now: dict[float, float], before: dict[float, float], q: float) -> float | None:
-    """The bound below which the share ``q`` of what came is between two readings, or of all where none came."""
+    """The upper bound of quantile ``q`` of the values added between two readings, or of all values if none were."""
     gained = {bound: count - before.get(bound, 0.0) for bound, count in now.items()}
     if max(gained.values(), default=0.0) <= 0:
         gained = now
@@ -107,7 +107,7 @@ def quantile(now: dict[float, float], before: dict[float, float], q: float) -> f
 
 @dataclass(kw_only=True)
 class Status:
-    """One line of the view. Rates are None until there are two readings."""
+    """The summary of one process. Rates are None until there are two readings."""
 
     address: str
     kind: str = "?"
@@ -118,16 +118,16 @@ class Status:
     per_second: float | None = None
     p99_s: float | None = None
     lag_s: float | None = None
-    """Of pushed rows: from the gradient to here."""
+    """Seconds from a gradient until its row was served here."""
     staleness: str = ""
-    """Of updates: how far behind; of a replica: how long since rows last came."""
+    """How far updates are behind; for a replica, the time since its last push."""
     errors: float | None = None
     errors_per_second: float | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
 
 def summarise(address: str, now: Reading, before: Reading | None) -> Status:
-    """What a process reports about itself; the kind follows from the names of its metrics."""
+    """Summarise a process's metrics; their names tell the kind of process."""
     names = {sample.name for sample in now.samples}
     for prefix, kind, read in _KINDS:
         if any(name.startswith(prefix) for name in names):
@@ -172,7 +172,7 @@ def _serve(status: Status, now: Reading, before: Reading | None) -> None:
         status.notes["mean_ms"] = round(1e3 * seconds / count, 3)
     status.lag_s = now.largest("shoal_serving_lag_seconds")
     since = now.largest("shoal_serving_since_push_seconds")
-    status.staleness = "" if since is None else f"{since:.1f} s since a push"
+    status.staleness = "" if since is None else f"{since:.1f} s since the last push"
     if pushed := now.total("shoal_serving_pushed_rows_total"):
         status.notes["pushed_rows"] = pushed
 

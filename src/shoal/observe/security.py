@@ -1,4 +1,4 @@
-"""What servers demand of their callers, and where they may listen."""
+"""The credentials that servers require, and where servers may listen."""
 
 import hmac
 import ipaddress
@@ -11,45 +11,45 @@ from shoal.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSecurity:
-    """What a server demands. With nothing set it takes anyone, which is allowed on loopback only."""
+    """The credentials that a server requires. With nothing set it accepts anyone, which is allowed on loopback only."""
 
     certificate: Path | None = None
     key: Path | None = None
     client_ca: Path | None = None
-    """Clients must show a certificate that this CA signed."""
+    """Clients must present a certificate signed by this CA."""
     tokens: dict[str, str] = field(default_factory=dict, repr=False)
-    """identity -> bearer token; with any set, calls without one of them are refused."""
+    """identity -> bearer token; if any are set, calls without one of them are refused."""
     pushers: frozenset[str] | None = None
     """Identities (token names or certificate common names) that may push rows; None = every accepted one."""
     allow_insecure: bool = False
-    """Listen off loopback without TLS or without tokens all the same."""
+    """Allow listening beyond loopback without TLS or without tokens."""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("server security: certificate and key must be given together")
         if self.client_ca is not None and self.certificate is None:
-            raise ConfigError("server security: client_ca needs the server's own certificate and key")
+            raise ConfigError("server security: client_ca needs the server's certificate and key")
 
     @property
     def authenticates(self) -> bool:
         return bool(self.tokens) or self.client_ca is not None
 
     def check_bind(self, address: str) -> None:
-        """Raises unless ``host:port`` is loopback, or TLS and identities are both set, or it was asked for by name."""
+        """Raise unless ``host:port`` is loopback, TLS and identities are both set, or it is explicitly allowed."""
         if self.allow_insecure or is_loopback(address) or (self.certificate is not None and self.authenticates):
             return
         raise ConfigError(
-            f"refusing to listen on {address}: off loopback a server must have TLS (certificate, key: --tls-cert, "
+            f"refusing to listen on {address}: beyond loopback a server must have TLS (certificate, key: --tls-cert, "
             "--tls-key) and tokens or a client CA (--tokens, --tls-client-ca); set them, listen on 127.0.0.1, or pass "
             "allow_insecure=True (--allow-insecure)"
         )
 
     def identify(self, bearer: str, common_name: str = "") -> str | None:
-        """Who is calling: a token's name, a certificate's common name, "" for anyone where nothing is demanded."""
+        """The caller's identity: a token's name, a certificate's common name, or "" if nothing is required."""
         if not self.authenticates:
             return ""
         found = None
-        for name, token in self.tokens.items():  # all are compared, so the time taken tells nothing
+        for name, token in self.tokens.items():  # compare with all of them, so that the time taken reveals nothing
             if hmac.compare_digest(token.encode(), bearer.encode()):
                 found = name
         if found is None and not self.tokens:
@@ -60,7 +60,7 @@ class ServerSecurity:
         return self.pushers is None or identity in self.pushers
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """For sockets of Python; None without a certificate."""
+        """The TLS context for Python sockets; None without a certificate."""
         if self.certificate is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -69,9 +69,9 @@ class ServerSecurity:
             if self.client_ca is not None:
                 context.load_verify_locations(self.client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
-        except OSError as error:  # as errors of OpenSSL are, too
+        except OSError as error:  # includes errors of OpenSSL
             files = ", ".join(str(each) for each in (self.certificate, self.key, self.client_ca) if each is not None)
-            raise ConfigError(f"TLS with {files}: {error.strerror or error}") from None
+            raise ConfigError(f"cannot use {files} for TLS: {error.strerror or error}") from None
         return context
 
 
@@ -86,7 +86,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether ``host:port`` can be reached from this machine only. Unix sockets count."""
+    """Whether ``host:port`` can be reached only from this machine. True for Unix sockets."""
     if address.startswith("unix:"):
         return True
     host = address.rpartition(":")[0].strip("[]")
@@ -104,12 +104,12 @@ def token_file(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
-        raise ConfigError(f"the file of tokens {path} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"cannot read the token file {path}: {error.strerror or error}") from None
     for number, line in enumerate(lines, 1):
         parts = line.split()
         if not parts or parts[0].startswith("#"):
             continue
         if len(parts) != 2:
-            raise ConfigError(f"{path}:{number}: a line must be 'identity token'")
+            raise ConfigError(f"{path}:{number}: each line must be 'identity token'")
         tokens[parts[0]] = parts[1]
     return tokens

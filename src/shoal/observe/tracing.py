@@ -1,7 +1,7 @@
-"""Traces in OpenTelemetry's terms: W3C trace context comes in with requests and goes out with calls, spans between.
+"""OpenTelemetry traces: reads W3C trace context from requests, records spans, and sends the context with calls.
 
-Without ``opentelemetry`` (the extra ``otel``), or where no SDK was set up, nothing is recorded, and the trace context
-of a request is passed on as it came. With it each request, each batch and each call of another server is a span.
+Without ``opentelemetry`` (the extra ``otel``) or a configured SDK, nothing is recorded, and a request's trace context
+is passed on unchanged. With them, each request, each batch and each call to another server is a span.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _current: contextvars.ContextVar[Headers] = contextvars.ContextVar("shoal_trace"
 
 
 def received(metadata: Iterable[tuple[str, Any]]) -> Headers:
-    """The trace context of a request; () where it has none, or a malformed one."""
+    """The trace context of a request; () if it has none or a malformed one."""
     parent = state = ""
     for key, value in metadata:
         if key == TRACEPARENT:
@@ -47,7 +47,7 @@ def received(metadata: Iterable[tuple[str, Any]]) -> Headers:
 
 
 def current() -> Headers:
-    """What a call to another server carries: that of the span that is open here, or as the request brought it."""
+    """The trace context to send with a call to another server: that of the open span, or of the request."""
     if trace is not None:
         context = trace.get_current_span().get_span_context()
         if context.is_valid:
@@ -56,12 +56,12 @@ def current() -> Headers:
 
 
 def trace_id(headers: Headers) -> str:
-    """The id of a trace, for logs; "" without one."""
+    """The id of a trace, for logs; "" if there is none."""
     return headers[0][1].split("-")[1] if headers else ""
 
 
 class Span:
-    """One piece of work; without an SDK it only passes the trace context on."""
+    """A unit of work; without an SDK it only passes the trace context on."""
 
     __slots__ = ("headers", "recorded")
 
@@ -69,12 +69,12 @@ class Span:
         self.recorded, self.headers = recorded, headers
 
     def finish(self, code: int = 0, why: str = "", at: float | None = None, **attributes: Any) -> None:
-        """Ends it; once it has ended this has no effect.
+        """End the span; has no effect if it has already ended.
 
         Args:
-            code: the gRPC status of what it stands for.
-            at: Unix seconds, now unless given.
-            attributes: further ones; ``__`` in a name stands for a dot.
+            code: the gRPC status of the work.
+            at: Unix seconds; by default now.
+            attributes: further attributes; ``__`` in a name stands for a dot.
         """
         recorded, self.recorded = self.recorded, None
         if recorded is None:
@@ -88,12 +88,12 @@ class Span:
 
 
 def share() -> float:
-    """Of the traces that begin in this process."""
+    """The sampled share of the traces that begin in this process."""
     return _share
 
 
 def recording() -> bool:
-    """Whether an SDK was set up, so that spans are more than names."""
+    """Whether an SDK is configured, so that spans are recorded."""
     return trace is not None and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
@@ -107,14 +107,14 @@ def begin(
     chosen: bool = False,
     attributes: Mapping[str, Any] | None = None,
 ) -> Span:
-    """Begins a span that :meth:`Span.end` ends.
+    """Begin a span; end it with :meth:`Span.finish`.
 
     Args:
         kind: SERVER, CLIENT or INTERNAL.
-        parent: the trace context that it belongs to; () begins a trace, if the sampler wants one.
-        links: other traces that the work is for.
+        parent: the trace context that it belongs to; () begins a new trace, if the sampler selects it.
+        links: other traces that this work belongs to.
         at: Unix seconds at which it began, if not now.
-        chosen: one of the traces that begin here, as `share` has it, already.
+        chosen: whether a trace that begins here was already selected by `share`.
     """
     if not recording() or (not parent and not chosen and random.random() >= _share):
         return Span(None, parent)
@@ -132,7 +132,7 @@ def begin(
 
 @contextlib.contextmanager
 def inside(span: Span) -> Iterator[Span]:
-    """Calls of other servers, and spans that begin here, belong to a span for as long as the block lasts."""
+    """Context in which calls to other servers, and new spans, belong to a span."""
     if span.recorded is None:
         token = _current.set(span.headers)
         try:
@@ -147,7 +147,7 @@ def inside(span: Span) -> Iterator[Span]:
 
 @contextlib.contextmanager
 def together(name: str, of: Sequence[Headers], **attributes: Any) -> Iterator[None]:
-    """Work for several requests at once, of the trace of the first; the traces of the others are linked to it."""
+    """A span for work on several requests, in the trace of the first request; links to the others' traces."""
     traced = [each for each in of if each]
     if not traced:
         yield
@@ -178,18 +178,18 @@ def _context(headers: Headers) -> Any:
 
 
 def start_exporting(endpoint: str, service: str, share: float = 1.0, **resource: str) -> Any:
-    """Sends spans to an OTLP receiver over HTTP, such as ``http://127.0.0.1:4318``, from now on.
+    """Start to send spans to an OTLP receiver over HTTP, such as ``http://127.0.0.1:4318``.
 
     Args:
-        service: the name that the process has in traces.
-        share: of the traces that begin here; requests that are part of a trace follow its own decision.
+        service: the process's name in traces.
+        share: the share of traces beginning here to record; requests in an existing trace follow its decision.
 
     Returns:
-        What ``shutdown()`` is called on at the end, so that the last spans are sent.
+        The provider; call its ``shutdown()`` at the end to send the last spans.
 
     Raises:
-        ConfigError: a share that is not from 0 to 1, or an endpoint that is not a URL.
-        MissingExtraError: the packages of the extra ``otel`` are not installed.
+        ConfigError: ``share`` is not between 0 and 1, or the endpoint is not a URL.
+        MissingExtraError: the extra ``otel`` is not installed.
     """
     if not 0 <= share <= 1:
         raise ConfigError(f"the share of traces must be from 0 to 1, got {share:g}")
@@ -207,7 +207,7 @@ def start_exporting(endpoint: str, service: str, share: float = 1.0, **resource:
     named = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": service}
     provider = TracerProvider(resource=Resource.create(named | resource), sampler=ParentBased(ALWAYS_ON))
     global _share
-    _share = share  # a trace that is not wanted costs one random number
+    _share = share  # sampled here: an unsampled trace then costs one random number
     url = endpoint.rstrip("/")
     exporter = OTLPSpanExporter(endpoint=url if url.endswith("/v1/traces") else f"{url}/v1/traces")
     provider.add_span_processor(BatchSpanProcessor(exporter))

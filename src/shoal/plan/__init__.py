@@ -1,1 +1,1 @@
-"""What training a model will need on 1 to 1,000 hosts: memory, network and time, from costs measured here."""
+"""Estimate the memory, network and time that training needs on 1 to 1,000 hosts, from measured costs."""

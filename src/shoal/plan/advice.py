@@ -1,4 +1,4 @@
-"""Where to start, what will be in the way there, and what each change would bring: the model asked again, changed."""
+"""Recommend a number of hosts, name the bottleneck there, and estimate the effect of possible changes."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ WHY = {
     "step": "the fixed cost of a step: raise the batch",
     "pooling": "pooling rows into bags on the cores: more cores, or fewer ids per sample",
     "dense": "the dense part's arithmetic: more cores, an accelerator, or a smaller model",
-    "table": "looking up and updating rows on the cores that hold them: more cores or more hosts that hold rows",
-    "routing": "de-duplicating and ordering ids for their owners: more cores",
-    "network": "rows and gradients on the network: faster links, narrower rows, or hosts that share fewer ids",
+    "table": "looking up and updating rows: more cores or more hosts that hold rows",
+    "routing": "de-duplicating ids and sorting them by server: more cores",
+    "network": "sending rows and gradients: faster links, narrower rows, or hosts that share fewer ids",
     "latency": "waiting for messages: a larger batch, or tables that share an exchange (fused)",
-    "calls": "the calls of tables of several widths and ways: give tables one dim",
+    "calls": "separate calls for tables of different widths and ways: give all tables the same dim",
     "all-reduce": "summing the dense gradients: a larger batch, a smaller dense part, or faster links",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One change, and what it would bring."""
+    """One change to a plan, and its effect."""
 
     what: str
     samples_per_s: float
-    """Of the changed plan over that of the plan."""
+    """Samples per second with the change, relative to without."""
     memory: float
-    """Likewise."""
+    """Memory with the change, relative to without."""
 
 
-def recommended(found: Sequence[Estimate], plan: Plan) -> Estimate | None:
-    """The fewest hosts on which rows fit and the stream is kept up with; of equal ones the faster. None: nowhere."""
+def recommended(found: Sequence[Estimate]) -> Estimate | None:
+    """The estimate with the fewest hosts that fits and keeps up with the stream, the fastest of equals; else None."""
     good = [e for e in found if e.fits and (e.days_per_day is None or e.days_per_day >= 1)]
     return min(good, key=lambda e: (e.hosts + e.servers, -e.samples_per_s), default=None)
 
 
 def changes(plan: Plan, costs: Costs, at: Estimate) -> list[Change]:
-    """What single changes would bring at ``at``, the best first."""
+    """The effects of single changes to the plan at ``at``, the best first."""
 
     def host(**values: Any) -> Plan:
         return replace(plan, host=replace(plan.host, **values))
@@ -51,10 +51,10 @@ def changes(plan: Plan, costs: Costs, at: Estimate) -> list[Change]:
 
     options: dict[str, Plan] = {
         f"links of {2 * plan.host.network_gbps:g} Gb/s": host(network_gbps=2 * plan.host.network_gbps),
-        f"{2 * plan.host.cores} cores a host": host(cores=2 * plan.host.cores),
+        f"{2 * plan.host.cores} cores per host": host(cores=2 * plan.host.cores),
         f"a batch of {2 * plan.model.batch}": replace(plan, model=replace(plan.model, batch=2 * plan.model.batch)),
         "rows of half the width": tables(lambda t: {"dim": max(1, t.dim // 2)}),
-        "rowwise_adagrad (one value of state a row)": tables(lambda t: {"optimizer": "rowwise_adagrad"}),
+        "rowwise_adagrad (one value of state per row)": tables(lambda t: {"optimizer": "rowwise_adagrad"}),
         "ids that expire after half the time": tables(lambda t: {"expire_days": t.expire_days / 2}),
     }
     if not plan.host.dense_tflops:

@@ -1,4 +1,4 @@
-"""What is planned: tables, model and hosts, from a TOML file."""
+"""The input of `shoal plan`: tables, model and hosts, from a TOML file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOSTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
 
 @dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """One table, or several that are alike."""
+    """One table, or several identical ones."""
 
     name: str
     dim: int
@@ -24,18 +24,18 @@ class TablePlan:
     ids_per_sample: float
     """Ids that one sample looks up, on average."""
     ids_per_day: float
-    """Ids that come up for the first time on a day."""
+    """New ids per day, never seen before."""
     expire_days: float = 30.0
-    """Days after which an id that was not seen any more is dropped."""
+    """Days after which an id that was not seen again is removed."""
     optimizer: str = "adagrad"
     unique_share: float = 0.7
     """Distinct ids of a host's batch as a share of its ids; the rest are repeats."""
     count: int = 1
-    """How many such tables there are."""
+    """Number of such tables."""
     max_rows: float = 0.0
-    """Rows that each of them may have in all, over all hosts; 0: unlimited."""
+    """Maximum number of rows of each such table, over all hosts; 0 for no limit."""
     max_bytes: str = ""
-    """Bytes that each may have in all, such as 8GiB; empty: unlimited."""
+    """Maximum size of each such table, over all hosts, such as 8GiB; empty for no limit."""
 
     def __post_init__(self) -> None:
         where = f"table {self.name!r}"
@@ -52,7 +52,7 @@ class TablePlan:
 
     @property
     def rows(self) -> float:
-        """Rows of all ``count`` tables once ids expire as fast as they come, or the tables are full."""
+        """Rows of all ``count`` tables once ids expire as fast as new ones come, or the tables are full."""
         grown = self.ids_per_day * max(1.0, self.expire_days)
         return self.count * (min(grown, self.max_rows) if self.max_rows else grown)
 
@@ -62,17 +62,17 @@ class ModelPlan:
     """The dense part and the stream."""
 
     batch: int = 4096
-    """Samples of one host and step."""
+    """Samples per step on each host."""
     dense_parameters: float = 1_000_000
     flops_per_sample: float = 0.0
-    """Of the dense part, forward and backward; by default 6 for each parameter."""
+    """Operations of the dense part, forward and backward; by default 6 per parameter."""
     fused: bool = True
-    """All tables share one exchange per step, as the fused layouts do; False: each table has its own."""
+    """Whether all tables share one exchange per step, as the fused layouts do, instead of one exchange each."""
     step_ms: float = 0.0
-    """What a step of the real model takes on one host in one process, the median of ten or more; every prediction is
-    brought to it. 0: not known."""
+    """Measured step time of the real model in one process on one host, the median of at least ten; estimates are
+    scaled to it. 0 if unknown."""
     samples_per_day: float = 0.0
-    """What the stream brings; 0 leaves the question open whether it is kept up with."""
+    """Samples that the stream brings; 0 if unknown."""
 
     def __post_init__(self) -> None:
         _check(self, "model", ("batch",), 1)
@@ -85,7 +85,7 @@ class ModelPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlan:
-    """One host, and the network between them. These are stated, not measured."""
+    """One host, and the network between hosts. These values are assumed, not measured."""
 
     cores: int = 16
     memory_gb: float = 128.0
@@ -94,9 +94,9 @@ class HostPlan:
     latency_us: float = 30.0
     """One way, between two hosts."""
     dense_tflops: float = 0.0
-    """Of accelerators for the dense part; 0 leaves it to the cores."""
+    """Speed of the accelerator for the dense part; 0 if the cores compute it."""
     servers_per_worker: float = 0.5
-    """Parameter servers for each worker; each is a host of its own."""
+    """Parameter servers per worker; each is a separate host."""
     hosts: tuple[int, ...] = HOSTS
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class HostPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All of it."""
+    """Tables, model and hosts."""
 
     tables: tuple[TablePlan, ...]
     model: ModelPlan = field(default_factory=ModelPlan)
@@ -127,10 +127,10 @@ class Plan:
 
 
 def load_plan(path: Path) -> Plan:
-    """Reads a plan.
+    """Read a plan.
 
     Raises:
-        ConfigError: the file cannot be read, or something in it is unknown, missing or not allowed.
+        ConfigError: the file cannot be read, or a setting in it is unknown, missing or invalid.
     """
     try:
         content = tomllib.loads(path.read_text())
@@ -140,10 +140,10 @@ def load_plan(path: Path) -> Plan:
         raise ConfigError(f"{path}: {error}") from None
     if unknown := sorted(set(content) - {"table", "model", "host"}):
         hint = did_you_mean(unknown[0], ("table", "model", "host"))
-        raise ConfigError(f"{path}: there is no [{unknown[0]}]{hint}; there are [[table]], [model] and [host]")
+        raise ConfigError(f"{path}: there is no section [{unknown[0]}]{hint}; use [[table]], [model] and [host]")
     tables = content.get("table", [])
     if not isinstance(tables, list):
-        raise ConfigError(f"{path}: write [[table]], with two brackets: there may be several")
+        raise ConfigError(f"{path}: write [[table]] with two brackets, because there can be several")
     try:
         return Plan(
             tables=tuple(_build(TablePlan, each, f"[[table]] {i + 1}") for i, each in enumerate(tables)),
@@ -160,7 +160,7 @@ def _build(kind: type, values: Any, where: str) -> Any:
         raise ConfigError(f"{where} must be a table of settings, got {values!r:.40}")
     if unknown := sorted(set(values) - set(known)):
         hint = did_you_mean(unknown[0], known)
-        raise ConfigError(f"{where}: there is no {unknown[0]!r}{hint}; there are {', '.join(known)}")
+        raise ConfigError(f"{where} has no setting {unknown[0]!r}{hint}; it has {', '.join(known)}")
     required = {"name", "dim", "ids_per_sample", "ids_per_day"} if kind is TablePlan else set()
     if missing := sorted(required - set(values)):
         raise ConfigError(f"{where}: {missing[0]} is missing")

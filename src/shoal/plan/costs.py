@@ -1,4 +1,4 @@
-"""What the pieces of a step cost on this machine, measured in some seconds through the interfaces that a model uses."""
+"""Measure the costs of the parts of a step on this machine, through the interfaces that a model uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _BAG = 20
 
 
 def measure(progress: Callable[[str], None] = lambda _: None) -> Costs:
-    """Takes about 20 seconds on an idle machine with two cores, and a minute with eight: it runs 2, 4 and 8 ranks."""
+    """Measure all costs, with up to 8 ranks. Takes 20 seconds on an idle machine with two cores, a minute with eight.
+
+    ``progress`` is called with the name of each part before it is measured.
+    """
     import torch
 
     import shoal
@@ -37,8 +40,13 @@ def measure(progress: Callable[[str], None] = lambda _: None) -> Costs:
     shoal.set_num_threads(1)
     try:
         found: dict[str, Any] = {}
-        for part in (_tables, _dense, lambda: _ranks(cpus)):
-            progress(part.__doc__ or _ranks.__doc__ or "")
+        parts = {
+            "table rows": _tables,
+            "dense arithmetic": _dense,
+            "exchanges and sums between processes": lambda: _ranks(cpus),
+        }
+        for what, part in parts.items():
+            progress(what)
             found |= part()
         machine = f"{platform.machine()}, {cpus} CPUs, Python {platform.python_version()}, torch {torch.__version__}"
         costs = replace(USUAL, **found, load=load, machine=machine, measured=time.strftime("%Y-%m-%d %H:%M:%S"))
@@ -55,9 +63,8 @@ def measure(progress: Callable[[str], None] = lambda _: None) -> Costs:
     return steps.explained(costs, timed)
 
 
-def _usual(call: Callable[..., Any], given: Sequence[Any] = (), seconds: float = 0.4, least: int = 7) -> float:
-    """The median of several runs, on each of ``given`` in turn, in seconds. Not the shortest: a plan is about what
-    happens, not about what can."""
+def _median_s(call: Callable[..., Any], given: Sequence[Any] = (), seconds: float = 0.4, least: int = 7) -> float:
+    """The median duration of several calls, on each of ``given`` in turn. (The shortest would not be typical.)"""
     turns = itertools.cycle([(one,) for one in given] or [()])
     call(*next(turns))
     times, end = [], time.perf_counter() + seconds
@@ -70,14 +77,14 @@ def _usual(call: Callable[..., Any], given: Sequence[Any] = (), seconds: float =
 
 
 def _line(values: dict[int, float], name: str) -> dict[str, float]:
-    """A line through two widths; neither part is below 0."""
+    """A line through the values at two widths, with intercept and slope >= 0."""
     (low, at_low), (high, at_high) = sorted(values.items())
     slope = max(0.0, (at_high - at_low) / (high - low))
     return {f"{name}_fixed": max(0.0, at_low - slope * low), f"{name}_per_dim": slope}
 
 
 def _tables() -> dict[str, float]:
-    """table rows"""
+    """Costs per row."""
     import torch
 
     import shoal
@@ -90,15 +97,15 @@ def _tables() -> dict[str, float]:
         table.assign(every, torch.zeros(_ROWS, dim, device="cpu"))
         if dim == _DIMS[0]:
             found["row_overhead_bytes"] = max(12.0, table.memory_bytes() / _ROWS - 8 * dim)
-        several = [every[own] for own in torch.randperm(_ROWS, device="cpu").split(_BATCH)]  # as batches differ
-        often = [ids[torch.randint(_BATCH // 4, (_BATCH,), device="cpu")] for ids in several]
+        distinct = [every[own] for own in torch.randperm(_ROWS, device="cpu").split(_BATCH)]
+        repeating = [ids[torch.randint(_BATCH // 4, (_BATCH,), device="cpu")] for ids in distinct]
         grads = torch.ones(_BATCH, dim, device="cpu")
         step = _step(table)
-        lookup = _usual(table.lookup, several)
-        update = _usual(lambda ids, table=table, grads=grads: table.apply_gradients(ids, grads), several)
-        once, repeated = _usual(step, several) / _BATCH, _usual(step, often) / _BATCH
-        # A step costs something per id and something per distinct id: two equations.
-        share = statistics.mean(ids.unique().numel() / _BATCH for ids in often)
+        lookup = _median_s(table.lookup, distinct)
+        update = _median_s(lambda ids, table=table, grads=grads: table.apply_gradients(ids, grads), distinct)
+        once, repeated = _median_s(step, distinct) / _BATCH, _median_s(step, repeating) / _BATCH
+        # A step has a cost per id and a cost per distinct id: two unknowns, two equations.
+        share = statistics.mean(ids.unique().numel() / _BATCH for ids in repeating)
         row = max(0.0, (once - repeated) / (1 - share))
         of["pool"][dim] = 1e9 * max(0.0, once - row)
         of["lookup"][dim] = 1e9 * row * lookup / (lookup + update)
@@ -108,7 +115,7 @@ def _tables() -> dict[str, float]:
 
 
 def _step(table: Any) -> Callable[[Any], None]:
-    """A step of the bags of some ids."""
+    """A function that looks up, pools and updates the rows of ids in bags."""
     import torch
 
     from shoal.table.protocol import SUM, Features, Part, Step, group_of
@@ -129,16 +136,16 @@ def _step(table: Any) -> Callable[[Any], None]:
 
 
 def _merge() -> float:
-    """GB/s of what is put together and taken apart: two copies."""
+    """GB/s of concatenating and splitting tensors, which takes two copies."""
     import torch
 
     parts = [torch.zeros(1 << 18, device="cpu") for _ in range(4)]
-    seconds = _usual(lambda: torch.cat(parts).split(1 << 18)[0].clone(), seconds=0.1)
+    seconds = _median_s(lambda: torch.cat(parts).split(1 << 18)[0].clone(), seconds=0.1)
     return 4 * (1 << 20) / seconds / 1e9
 
 
 def _dense() -> dict[str, float]:
-    """dense arithmetic"""
+    """Costs of the dense part and of an almost empty step."""
     import torch
 
     import shoal
@@ -153,7 +160,7 @@ def _dense() -> dict[str, float]:
     def step() -> None:
         model(batch).sum().backward()
 
-    def nothing() -> None:
+    def small_step() -> None:
         optimizer.zero_grad()
         small(bag(one)).sum().backward()
         optimizer.step()
@@ -164,13 +171,14 @@ def _dense() -> dict[str, float]:
         each.grad = torch.ones_like(each)
     updates = torch.optim.SGD(many, lr=0.1)
     return {
-        "dense_gflops": flops / _usual(step) / 1e9,
-        "dense_update": 1e9 * _usual(updates.step, seconds=0.2) / (1 << 20),
-        "step_us": 1e6 * _usual(nothing, seconds=0.2),
+        "dense_gflops": flops / _median_s(step) / 1e9,
+        "dense_update": 1e9 * _median_s(updates.step, seconds=0.2) / (1 << 20),
+        "step_us": 1e6 * _median_s(small_step, seconds=0.2),
     }
 
 
 def _exchange(rank: int, world: int) -> list[float]:
+    """Median seconds of a small and a large exchange, and of a small and a large all-reduce."""
     import torch
 
     from shoal.comm.ranks import collectives
@@ -195,7 +203,7 @@ def _exchange(rank: int, world: int) -> list[float]:
     times = []
     for call in calls:
         series = []
-        for _ in range(60):  # one behind the other, as in a step: a rank that is late makes the others wait
+        for _ in range(60):  # in sequence, as in a step: a late rank makes the others wait
             begin = time.perf_counter()
             call()
             series.append(time.perf_counter() - begin)
@@ -204,7 +212,7 @@ def _exchange(rank: int, world: int) -> list[float]:
 
 
 def _ranks(cpus: int) -> dict[str, float]:
-    """what processes exchange and sum"""
+    """Costs of exchanges and all-reduces."""
     from shoal.testing import run_ranks
 
     small, large, sum_some, sum_large = run_ranks(2, _exchange, timeout_s=300.0)[0]

@@ -1,7 +1,7 @@
-"""What a step costs on W hosts, part by part: a pure function of a plan and of costs.
+"""Estimate the parts of a step on W hosts: a pure function of a plan and of costs.
 
-Every host trains ``batch`` samples a step. Parts of a step follow each other; nothing is taken to overlap, so that a
-pipeline can only be better. Work of several cores is divided by their number.
+Every host trains on ``batch`` samples per step. The parts of a step are assumed not to overlap, so a pipeline can only
+be faster. Work on several cores is divided by their number.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ LAYOUTS = ("all_to_all", "planned", "parameter_server")
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """One layout on one number of hosts."""
+    """The estimate for one layout on one number of hosts."""
 
     layout: str
     hosts: int
-    """Workers; parameter servers come on top."""
+    """Number of workers, without parameter servers."""
     servers: int
     seconds: dict[str, float]
-    """Part of a step -> seconds of the slowest host."""
+    """Part of a step -> seconds on the slowest host."""
     step_s: float
     samples_per_s: float
     network_bytes: float
-    """What a host sends in a step."""
+    """Bytes that a host sends per step."""
     memory_bytes: float
-    """Of the host that holds rows."""
+    """Memory used on a host that holds rows."""
     memory_share: float
-    """Of what such a host has; above 1 it does not fit."""
+    """Share of that host's memory; above 1 it does not fit."""
     bottleneck: str
     """The part that takes longest."""
     days_per_day: float | None = None
-    """Days of the stream that a day of training gets through; below 1 it falls behind."""
+    """Days of the stream per day of training; below 1, training falls behind."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -66,13 +66,13 @@ def row_bytes(table: TablePlan, costs: Costs) -> float:
 
 
 def held_bytes(table: TablePlan, costs: Costs) -> float:
-    """Memory of all ``count`` tables; a budget's where that is less than what they would grow to."""
+    """Memory of all ``count`` tables, limited by their budgets."""
     grown = table.rows * row_bytes(table, costs)
     return min(grown, table.count * bytes_of(table.max_bytes, "max_bytes")) if table.max_bytes else grown
 
 
 def loads_of_plan(plan: Plan, costs: Costs) -> list[TableLoad]:
-    """What one host asks of each table in a step."""
+    """The load that one host puts on each table in a step."""
     batch, found = plan.model.batch, []
     for table in plan.tables:
         ids = batch * table.ids_per_sample
@@ -89,10 +89,10 @@ def loads_of_plan(plan: Plan, costs: Costs) -> list[TableLoad]:
 
 
 def sharding_of(plan: Plan, costs: Costs, hosts: int) -> Sharding:
-    """The best way to spread each table over hosts.
+    """The best way to distribute each table over hosts.
 
     Raises:
-        PlanError: they do not fit.
+        PlanError: the tables do not fit.
     """
     memory_gb = max(1e-9, plan.host.memory_gb - 16e-9 * plan.model.dense_parameters)
     loads, cores = loads_of_plan(plan, costs), plan.host.cores
@@ -104,7 +104,7 @@ def _links(plan: Plan) -> Links:
 
 
 def estimate(plan: Plan, costs: Costs, hosts: int, layout: str) -> Estimate:
-    """What a step on ``hosts`` workers takes."""
+    """Estimate a step on ``hosts`` workers."""
     host, model = plan.host, plan.model
     own, costs = alone(plan, costs)
     notes: list[str] = []
@@ -121,7 +121,7 @@ def estimate(plan: Plan, costs: Costs, hosts: int, layout: str) -> Estimate:
                 notes = [", ".join(f"{n} {kind}" for kind, n in kinds.items())]
             except PlanError:
                 notes = ["by row: nothing fits"]
-        elif not model.fused:  # each table has exchanges of its own
+        elif not model.fused:  # each table has separate exchanges
             spread = [replace(spread[0], tables=(placed,)) for placed in spread[0].tables]
         seconds, sent = own, 0.0
         if hosts > 1:
@@ -145,9 +145,9 @@ def estimate(plan: Plan, costs: Costs, hosts: int, layout: str) -> Estimate:
 
 
 def alone(plan: Plan, costs: Costs) -> tuple[dict[str, float], Costs]:
-    """The parts of a step in one process, and the costs of rows in it.
+    """The parts of a step in one process, and ``costs`` scaled to it.
 
-    Where a step of the real model was timed, the parts add up to that, and rows cost what they do in it.
+    If the plan has a measured step time, the parts add up to it.
     """
     host, model, cores = plan.host, plan.model, plan.host.cores
     loads = loads_of_plan(plan, costs)
@@ -160,7 +160,7 @@ def alone(plan: Plan, costs: Costs) -> tuple[dict[str, float], Costs]:
                      for load in loads) * 1e-9 / cores,
     }  # fmt: skip
     predicted, measured = sum(seconds.values()), model.step_ms / 1e3
-    if measured > predicted:  # what is not known of the model
+    if measured > predicted:  # the difference counts as a fixed cost
         seconds["step"] += measured - predicted
         return seconds, costs
     share = measured / predicted if measured else 1.0
@@ -179,9 +179,9 @@ def _over_hosts(steps: Sequence[Step]) -> dict[str, float]:
 
 
 def _with_servers(plan: Plan, costs: Costs, own: dict[str, float], share: float) -> tuple[dict[str, float], float]:
-    """The parts of a step whose rows are on servers, each of ``share`` workers; and the bytes that a worker sends."""
+    """The parts of a step with rows on servers, for ``share`` workers per server, and the bytes that a worker sends."""
     loads, host = loads_of_plan(plan, costs), plan.host
-    # A host sends ids to look up, then ids and gradients; rows come back: the fuller direction counts.
+    # A worker sends ids for the lookup, then ids and gradients, which is more than the rows that it receives.
     sent = sum(load.distinct * (2 * ID_BYTES + FLOAT_BYTES * load.dim) for load in loads)
     link = min(host.bytes_per_second, costs.ps_gb_per_s * 1e9 * max(1, host.cores // 2))
     groups = len({load.dim for load in loads}) if plan.model.fused else len(loads)
@@ -196,5 +196,5 @@ def _with_servers(plan: Plan, costs: Costs, own: dict[str, float], share: float)
 
 
 def estimates(plan: Plan, costs: Costs) -> list[Estimate]:
-    """All layouts on every number of hosts."""
+    """Estimates of all layouts on all numbers of hosts."""
     return [estimate(plan, costs, hosts, layout) for layout in LAYOUTS for hosts in plan.host.hosts]

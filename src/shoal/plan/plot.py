@@ -1,4 +1,4 @@
-"""The picture of a plan: throughput, the parts of a step, and memory over the number of hosts."""
+"""Plot a plan: throughput, the parts of a step, and memory by number of hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES = {
 
 
 def draw(found: Sequence[Estimate], plan: Plan, path: Path) -> None:
-    """Writes a PNG."""
+    """Write the plot to ``path`` as PNG."""
     try:
         import matplotlib
     except ImportError:
@@ -39,9 +39,9 @@ def draw(found: Sequence[Estimate], plan: Plan, path: Path) -> None:
     speed.plot([e.hosts for e in of["all_to_all"]], ideal, ":", color="gray", label="ideal")
     if plan.model.samples_per_day:
         speed.axhline(plan.model.samples_per_day / 86400, color="tab:red", ls="--", label="the stream")
-    memory.axhline(plan.host.memory_gb, color="tab:red", ls="--", label="a host has")
+    memory.axhline(plan.host.memory_gb, color="tab:red", ls="--", label="memory of a host")
     speed.set(xscale="log", yscale="log", xlabel="workers", ylabel="samples/s", title="throughput")
-    memory.set(xscale="log", yscale="log", xlabel="workers", ylabel="GB", title="memory of a host that holds rows")
+    memory.set(xscale="log", yscale="log", xlabel="workers", ylabel="GB", title="memory used on a host with rows")
     speed.legend()
     memory.legend()
     parts = list(dict.fromkeys(part for e in found for part in e.seconds))

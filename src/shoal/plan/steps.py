@@ -1,4 +1,4 @@
-"""Steps of small models over ranks and with a parameter server, timed, and the costs that explain them best."""
+"""Time steps of small models over ranks and with a parameter server, and fit the costs that explain them best."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from shoal.sharded.placement.model import FLOAT_BYTES, ID_BYTES, TableLoad, call
 from shoal.sharded.placement.plan import Placement, Plan
 
 Shape = tuple[tuple[int, int, int], ...]
-"""Of each table: dim, ids per sample, samples."""
+"""Dim, ids per sample and samples of each table."""
 
 SHAPES: tuple[Shape, ...] = (
     ((16, 20, 1024),), ((64, 20, 512),), ((16, 1, 256),), ((64, 2, 2048),), ((16, 4, 512),) * 4,
     ((8, 4, 512), (16, 4, 512), (32, 4, 512), (64, 4, 512)),
-    ((48, 8, 1024), (128, 4, 1024), (192, 3, 1024)),  # rows that no cache of a core holds
+    ((48, 8, 1024), (128, 4, 1024), (192, 3, 1024)),  # rows that do not fit into a core's cache
 )  # fmt: skip
 WAYS = ("row", "table", "data")
 LOCAL = "local"
-"""Tables of its own in every process: what ranks on one machine take from each other."""
+"""Every process has its own tables; shows how much ranks on one machine slow each other."""
 RANKS = (2, 4, 8)
 _ROWS = 200_000
 _BATCHES = 6
 _STEPS = 12
 _TRUST = 0.03
-"""How much an assumed cost weighs against one measured step."""
+"""The weight of an assumed cost, relative to one measured step."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A step of a small model."""
+    """The measured time of a step of a small model."""
 
     ranks: int
     way: str
@@ -54,12 +54,12 @@ class Timed:
 
 
 def way_of(kind: str, number: int, ranks: int) -> Way:
-    """Where the table with a number is: tables that one rank holds take turns."""
+    """The way of table ``number``; tables of kind ``table`` are assigned to ranks in turn."""
     return Way("table", (number % ranks,)) if kind == "table" else Way.parse(kind)
 
 
 def steps_of(make: Any, shape: Shape, seed: int) -> tuple[float, list[float]]:
-    """The usual seconds of a training step on tables that ``make(number, dim)`` makes, and distinct ids by table."""
+    """The median seconds of a training step on tables from ``make(number, dim)``, and the distinct ids per table."""
     import torch
 
     from shoal.nn import EmbeddingBagCollection
@@ -89,7 +89,7 @@ def _ways(ranks: int) -> tuple[str, ...]:
 
 
 def on_rank(rank: int, world: int) -> list[tuple[float, list[float]]]:
-    """Steps of every shape in every way."""
+    """Time steps of every shape in every way on this rank."""
     import torch
 
     import shoal
@@ -119,7 +119,7 @@ def loads_of_shape(shape: Shape, distinct: Sequence[float]) -> tuple[TableLoad, 
 
 
 def timed_on(ranks: int) -> list[Timed]:
-    """The steps of some processes on this machine; those of the slowest count."""
+    """Time steps on several processes of this machine; the slowest rank counts."""
     from shoal.testing import run_ranks
 
     every = run_ranks(ranks, on_rank, timeout_s=300.0)
@@ -132,7 +132,7 @@ def timed_on(ranks: int) -> list[Timed]:
 
 
 def _terms(one: Timed, costs: Costs) -> tuple[dict[str, float], float]:
-    """Seconds that one unit of each cost adds to the slowest rank's step, and the seconds that are known."""
+    """Seconds that one unit of each cost adds to the slowest rank's step, and seconds that are already known."""
     crowded = costs.beside(one.ranks)
     plan = Plan(tables=tuple(Placement(load=load, way=way) for load, way in zip(one.loads, one.ways(), strict=True)),
                 ranks=one.ranks, costs=crowded)  # fmt: skip
@@ -151,9 +151,9 @@ def _terms(one: Timed, costs: Costs) -> tuple[dict[str, float], float]:
 
 
 def explained(costs: Costs, steps: Sequence[Timed]) -> Costs:
-    """The costs with those of steps over ranks changed, so that predictions are as near to ``steps`` as they can be.
+    """Fit the costs of steps over ranks to the measured ``steps``.
 
-    Relative errors count, no cost is below 0, and a cost that the steps do not tell stays about what it was.
+    Minimizes relative errors with costs >= 0; a cost that the steps do not determine stays close to its old value.
     """
     costs = _local(costs, [one for one in steps if one.way == LOCAL])
     found = [(*_terms(one, costs), one.seconds) for one in steps if one.way != LOCAL]
@@ -169,10 +169,10 @@ def explained(costs: Costs, steps: Sequence[Timed]) -> Costs:
 
 
 def _local(costs: Costs, steps: Sequence[Timed]) -> Costs:
-    """The costs of rows within modules, and how much ranks slow each other, from steps without exchanges.
+    """Fit the costs of rows within modules, and how much ranks slow each other, to steps without exchanges.
 
-    Such a step is ``slower * (share * rows + step + groups + tables)``. The last three are in steps over ranks as well
-    and are told from these.
+    Such a step takes ``slower * (share * rows + step + groups + tables)``. The last three terms are also part of steps
+    over ranks, and are determined from those.
     """
     if not steps:
         return costs
@@ -194,7 +194,7 @@ def _local(costs: Costs, steps: Sequence[Timed]) -> Costs:
 
 
 def _positive_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The ``x >= 0`` for which ``a @ x`` is nearest to ``b``, one coordinate after the other."""
+    """The ``x >= 0`` that minimizes ``|a @ x - b|``, by coordinate descent."""
     square, along, x = a.T @ a, a.T @ b, np.zeros(a.shape[1])
     for _ in range(4000):
         for j in range(x.shape[0]):
@@ -203,7 +203,7 @@ def _positive_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def with_server(costs: Costs) -> dict[str, Any]:
-    """What a step costs whose rows are on a server: a request, an id, a byte."""
+    """Measure the costs of rows on a server: per request, per id and per byte."""
     import shoal
     from shoal.sharded import PsClient, ps_table
 
@@ -229,15 +229,15 @@ def with_server(costs: Costs) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _server() -> Iterator[str]:
-    """The address of a server of its own process."""
+    """Start a parameter server in another process; yields its address."""
     command = [sys.executable, "-m", "shoal", "ps", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None
-            said = process.stdout.readline()
-            if not said:
-                raise PeerError("a parameter server did not start on this machine; run shoal ps to see why")
-            yield json.loads(said)["address"]
+            line = process.stdout.readline()
+            if not line:
+                raise PeerError("a parameter server did not start on this machine; run `shoal ps` to see why")
+            yield json.loads(line)["address"]
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(30)

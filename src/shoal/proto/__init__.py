@@ -1,1 +1,1 @@
-"""The wire contract."""
+"""The messages on the wire and in files."""

@@ -26,7 +26,7 @@ class OutType(IntEnum):
 
 
 class Message:
-    """Counts every change of any configuration, so that what was derived from one knows when to look again."""
+    """Counts the changes of all configurations, so that results derived from them can be renewed."""
 
     epoch = 0
 
@@ -36,7 +36,7 @@ class Message:
 
 
 def _watched(kind: type, *methods: str) -> type:
-    """A subclass of a container whose changes count as changes of a configuration, too."""
+    """A subclass of a container whose changes are counted as changes of a configuration."""
 
     def counted(method: Callable[..., Any]) -> Callable[..., Any]:
         def change(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ WatchedDict = _watched(dict, "update", "popitem", "setdefault", "__ior__")
 
 
 def watch(value: Any) -> Any:
-    """The same configuration, the lists and dicts in it replaced by ones that count their changes."""
+    """The same configuration, with its lists and dicts replaced by ones that count their changes."""
     if isinstance(value, Message):
         for name in value.__dataclass_fields__:  # type: ignore[attr-defined]
             object.__setattr__(value, name, watch(getattr(value, name)))
@@ -90,7 +90,7 @@ class SliceConfig(Message):
 
 @dataclass
 class OutConfig(Message):
-    """One layout: its slices and the shapes of its tensors (a `TensorShape` or a list of ints each)."""
+    """One layout: its slices and the shapes of its tensors (each a `TensorShape` or a list of ints)."""
 
     slice_configs: list[SliceConfig] = field(default_factory=list)
     out_type: OutType | int = OutType.CONCAT
@@ -148,7 +148,7 @@ class FeatureConfigs(Message):
 
     @classmethod
     def FromString(cls, data: bytes) -> FeatureConfigs:
-        """From proto bytes; an enum number that we do not know is kept as an int."""
+        """Parse proto bytes; an unknown enum value is kept as an int."""
         from google.protobuf.message import DecodeError
 
         from shoal.errors import DataError

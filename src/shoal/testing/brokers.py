@@ -1,4 +1,4 @@
-"""Message brokers on loopback: a real Redis with every write on disk, and the broker that librdkafka brings."""
+"""Message brokers on loopback: a real Redis that syncs every write to disk, and librdkafka's built-in broker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _START_S = 30.0
 
 
 class RedisServer:
-    """``redis-server`` in a folder, with ``appendonly yes`` and ``appendfsync always``: what it confirmed survives a
+    """``redis-server`` in a folder, with ``appendonly yes`` and ``appendfsync always``: confirmed writes survive a
     kill. Use it in ``with``, or call `stop`.
 
     Raises:
@@ -45,7 +45,7 @@ class RedisServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Starts it, with what is in its folder; again after `kill`."""
+        """Start it with the data in its folder; also after `kill`."""
         assert self._program is not None
         command = [
             self._program, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", "",
@@ -89,8 +89,8 @@ class RedisServer:
 
 
 class MockKafka:
-    """librdkafka's built-in broker, inside of this process. It keeps the last few megabytes of each partition, and
-    makes topics of four partitions when they are first used.
+    """librdkafka's built-in broker, inside this process. It keeps the last few megabytes of each partition, and
+    creates topics with four partitions on first use.
 
     Raises:
         MissingExtraError: confluent-kafka is not installed.

@@ -1,4 +1,4 @@
-"""A function and its arguments as bytes that another process can run, whatever its import path."""
+"""Packs a function call into bytes that another process can run, whatever its import path."""
 
 import importlib
 import importlib.util
@@ -14,7 +14,7 @@ from shoal.errors import ConfigError
 
 
 def pack_call(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bytes:
-    """``fn`` must be a module's function; a test module that is on nobody's path is found by its file."""
+    """Pack a call of ``fn``, a module-level function; a test module outside the import path is found by its file."""
     if "<locals>" in fn.__qualname__ or fn.__name__ == "<lambda>":
         raise ConfigError(f"run_ranks: {fn.__qualname__} is local; other processes can only call a module's function")
     file = getattr(sys.modules.get(fn.__module__), "__file__", None)
@@ -49,7 +49,7 @@ def _module(name: str, qualname: str, file: str | None) -> Any:
 
 
 def outcome(call: Callable[[], Any]) -> bytes:
-    """Runs ``call`` and packs what came of it: ``(result, exception, traceback, when it was raised)``."""
+    """Run ``call`` and pack its outcome: ``(result, exception, traceback, when it was raised)``."""
     try:
         return pickle.dumps((call(), None, "", 0.0))
     except BaseException as error:
@@ -57,6 +57,6 @@ def outcome(call: Callable[[], Any]) -> bytes:
         try:
             data = pickle.dumps((None, error, text, when))
             pickle.loads(data)
-        except Exception:  # an exception that cannot travel; its traceback can
+        except Exception:  # an exception that cannot be pickled; its traceback can
             data = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), text, when))
         return data

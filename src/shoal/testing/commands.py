@@ -1,4 +1,4 @@
-"""`Command`: a `shoal` command in a process of its own, which is forked and so need not import torch again."""
+"""`Command`: a `shoal` command in a forked process, which need not import torch again."""
 
 import multiprocessing
 import os
@@ -20,15 +20,14 @@ PRELOADED = ["shoal.cli.main", "shoal.cli.serve", "shoal.serving.server.server",
 class Command:
     """``shoal ARGUMENTS`` as a process, with the attributes and methods of a ``subprocess.Popen`` in text mode.
 
-    It starts as a user's does, but in a fork of a server that has imported the library. It is killed with the program
-    that started it.
+    It runs in a fork of a server that has already imported the library, and is killed with the program that started it.
 
     Args:
         arguments: as on the command line; turned into text.
         stdout, stderr: ``subprocess.PIPE``, ``subprocess.DEVNULL``, or None for those of this process.
         env: the environment; that of this process unless given. Variables that libraries read when they are imported
             have no effect.
-        module: what ``python -m`` would run.
+        module: the module to run, as with ``python -m``.
 
     Example:
         >>> with Command("--version", stdout=subprocess.PIPE) as command:  # doctest: +SKIP
@@ -84,7 +83,7 @@ class Command:
         self._process.kill()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it wrote since the last read, once it has ended."""
+        """Wait for it to exit and return its output since the last read."""
         texts = ["", ""]
 
         def read(i: int, stream: IO[str]) -> None:
@@ -111,7 +110,7 @@ class Command:
 
 
 class _Fd:
-    """A file descriptor that a process which is being started gets, too."""
+    """A file descriptor to pass to a process that is being started."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -124,7 +123,7 @@ class _Fd:
 
 
 def _stream(wanted: int | None, own: int) -> tuple[IO[str] | None, int]:
-    """Our end of a stream, if there is one, and the descriptor that the command gets."""
+    """Return our end of a stream, if there is one, and the descriptor that the command gets."""
     if wanted is None:
         return None, own
     if wanted == subprocess.DEVNULL:

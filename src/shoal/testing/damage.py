@@ -1,4 +1,4 @@
-"""Damage to files, as disks and crashes do it: a flipped bit, an end that is missing."""
+"""Damage to files, as caused by disks and crashes: flipped bits and truncation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def damages(path: Path, flips: int = 6) -> Iterator[str]:
-    """Damages a file in one way after another and mends it again; yields what is wrong with it now.
+    """Damage a file in one way after another and restore it; yields a description of each damage.
 
     One bit is flipped in the first byte, in the last and in ``flips`` others, the same on every run; then the file is
     cut off at several lengths, and removed.

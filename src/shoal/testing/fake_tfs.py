@@ -26,13 +26,13 @@ _NEXT = {State.START: State.LOADING, State.LOADING: State.AVAILABLE, State.UNLOA
 
 
 class FakeTFServing:
-    """Versions go START → LOADING → AVAILABLE, and UNLOADING → END when their model is removed, a step each tick.
+    """Versions go START → LOADING → AVAILABLE, and UNLOADING → END when their model is removed, one step per tick.
 
     Args:
-        model_config: the models at first.
+        model_config: the initial models.
         num_versions: versions of each model, 1 … n.
         port: 0 picks a free one.
-        tick_secs: time between steps; None = only :meth:`tick` steps.
+        tick_secs: time between ticks; None: only calls of `tick`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class FakeTFServing:
             self.tick()
 
     def tick(self) -> None:
-        """One step of every version."""
+        """Advance every version by one step."""
         with self._lock:
             for versions in self._models.values():
                 for version, state in versions.items():

@@ -71,11 +71,11 @@ class FakeKazooClient:
                 self.remove_listener(listener)
 
     def set_state(self, state: str) -> None:
-        """Drives the listeners to LOST, SUSPENDED or CONNECTED without touching the nodes."""
+        """Report LOST, SUSPENDED or CONNECTED to the listeners without touching the nodes."""
         self._tell(state)
 
     def expire_session(self) -> None:
-        """What a real session expiry does: ephemeral nodes vanish, listeners see LOST, then CONNECTED again."""
+        """Expire the session as a real one does: ephemeral nodes vanish, listeners see LOST, then CONNECTED."""
         self._end_session()
         self._tell(KazooState.LOST)
         self._session = next(self.tree.sessions)
@@ -183,7 +183,7 @@ class FakeKazooClient:
     # --- watches ----------------------------------------------------------------------------------------------------
 
     def DataWatch(self, path: str, func: Callable | None = None) -> Callable:
-        """Calls ``func(data, stat[, event])`` at once if the node exists, then on create, change and delete."""
+        """Call ``func(data, stat[, event])`` at once if the node exists, then on create, change and delete."""
         if func is not None:
             self._watch_data(path, func)
         return partial(self.DataWatch, path)
@@ -191,7 +191,7 @@ class FakeKazooClient:
     def ChildrenWatch(
         self, path: str, func: Callable | None = None, allow_session_lost: bool = True, send_event: bool = False
     ) -> Callable:
-        """Calls ``func(children)`` at once, then on every change; ends at once on a missing node."""
+        """Call ``func(children)`` at once, then on every change; a watch of a missing node ends at once."""
         if func is not None:
             self._watch_children(path, func, send_event)
         return lambda func: self.ChildrenWatch(path, func, send_event=send_event)
@@ -228,7 +228,7 @@ class FakeElection:
         self._cancelled = False
 
     def run(self, func: Callable, *args: Any, **kwargs: Any) -> None:
-        """Waits until it leads, then calls ``func`` once."""
+        """Wait until it leads, then call ``func`` once."""
         while not self._cancelled:
             if self._lock.acquire(timeout=0.05):
                 try:

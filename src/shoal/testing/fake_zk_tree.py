@@ -27,7 +27,7 @@ def parent_of(path: str) -> str:
 
 
 def call_watch(func: Callable, args: tuple, event: Any) -> bool:
-    """Calls a watch function with the event if it takes one; returns whether the watch stays."""
+    """Call a watch function, with the event if it takes one; return whether the watch stays."""
     try:
         inspect.signature(func).bind(*args, event)
     except (TypeError, ValueError):
@@ -45,7 +45,7 @@ class _Node:
 
 @dataclass(slots=True, eq=False)
 class FakeWatch:
-    """A watch of one client. It rests while its client is away and catches up when that is back, as kazoo's do."""
+    """A watch of one client. Like kazoo's, it pauses while its client is disconnected and then catches up."""
 
     client: "FakeKazooClient"
     path: str
@@ -53,7 +53,7 @@ class FakeWatch:
     live: bool = True
     wants_event: bool = False
     seen: Any = None
-    """What the function was last told of."""
+    """The state that was last passed to the function."""
 
     @property
     def awake(self) -> bool:
@@ -110,7 +110,7 @@ class FakeTree:
         self.child_watches = [watch for watch in self.child_watches if watch.live]
 
     def data_now(self, path: str) -> Any:
-        """What a data watch compares: the node itself and how often it was written."""
+        """Return the state that a data watch compares: the node and the number of writes to it."""
         node = self.nodes.get(path)
         return (id(node), node.version) if node is not None else None
 
@@ -126,7 +126,7 @@ class FakeTree:
         watch.live = watch.func(*args) is not False
 
     def catch_up(self, client: "FakeKazooClient") -> None:
-        """Tells a client that is back what it missed."""
+        """Fire the watches that a reconnected client missed."""
         for watch in [each for each in self.child_watches if each.client is client]:
             if watch.path not in self.nodes:
                 watch.live = False

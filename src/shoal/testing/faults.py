@@ -1,8 +1,8 @@
-"""Scripted faults: what goes wrong, on which rank, at which operation, through the interface that production uses.
+"""Scripted faults on a chosen rank and operation, injected through the interfaces that production uses.
 
     transport = faults.wrap(transport, faults.fail(rank=1, step=3), faults.corrupt(rank=0, step=5))
 
-counts the operations (send, recv, barrier) of each transport from 0 and lets the scripted ones go wrong.
+counts the operations (send, recv, barrier) of each transport from 0 and makes the scripted ones fail.
 ``faults.inject(ranks, faults.die(rank=1, step=3))`` does so with the calls of `shoal.comm.Ranks`. In a training
 loop ``faults.Script(faults.die(rank=2, step=7)).at(rank, step)`` does the same at a step of the loop.
 """
@@ -24,12 +24,12 @@ MESSAGE_ACTIONS = frozenset({"drop", "duplicate", "corrupt", "truncate"})
 
 
 class InjectedFault(RuntimeError):
-    """What ``fail`` raises unless it was given another exception."""
+    """The exception that ``fail`` raises by default."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong; the functions of this module make them."""
+    """One scripted fault; create it with the functions of this module."""
 
     action: str
     rank: int
@@ -53,12 +53,12 @@ def die(rank: int, step: int) -> Fault:
 
 
 def hang(rank: int, step: int, seconds: float = 3600.0) -> Fault:
-    """Stands still for ``seconds``, then fails with a timeout."""
+    """Hangs for ``seconds``, then fails with a timeout."""
     return Fault("hang", rank, step, seconds)
 
 
 def delay(rank: int, step: int, seconds: float) -> Fault:
-    """Goes on after ``seconds``."""
+    """Delays the operation by ``seconds``."""
     return Fault("delay", rank, step, seconds)
 
 
@@ -89,7 +89,7 @@ class Script:
         self._faults = {(f.rank, f.step): f for f in faults}
 
     def at(self, rank: int, step: int) -> Fault | None:
-        """Lets the fault of this step happen; one about messages is returned for the caller to carry out."""
+        """Trigger the fault of this step; a fault of a message is returned for the caller to apply."""
         fault = self._faults.get((rank, step))
         if fault is None:
             return None
@@ -105,7 +105,7 @@ class Script:
 
 
 class FaultyTransport(Transport):
-    """Any transport, with a script of faults over its operations."""
+    """A transport with scripted faults in its operations."""
 
     def __init__(self, inner: Transport, faults: Iterable[Fault]) -> None:
         self.inner = inner
@@ -152,18 +152,18 @@ def _damaged(fault: Fault, data: bytes) -> bytes:
 
 
 def wrap(transport: Transport, *faults: Fault) -> FaultyTransport:
-    """``transport`` with ``faults`` scripted over its operations."""
+    """Return ``transport`` with ``faults`` scripted over its operations."""
     return FaultyTransport(transport, faults)
 
 
 def inject(ranks: Ranks, *faults: Fault) -> Ranks:
-    """``ranks`` with ``fail``, ``die``, ``hang`` and ``delay`` at scripted calls, counted from 0 on each rank.
+    """Return ``ranks`` with ``fail``, ``die``, ``hang`` and ``delay`` at scripted calls, counted from 0 on each rank.
 
-    Everything that uses the same ranks (aggregators, pipelines, ``hvd_lib``, tables) meets them; keep what is returned.
+    They apply to everything that uses the same ranks (aggregators, pipelines, ``hvd_lib``, tables). Keep the result.
     """
     wrong = [fault for fault in faults if fault.action in MESSAGE_ACTIONS]
     if wrong:
-        raise ConfigError(f"inject: calls of ranks must be given fail, die, hang or delay, got {wrong[0].action!r}")
+        raise ConfigError(f"inject: faults must be fail, die, hang or delay, got {wrong[0].action!r}")
     script, calls = Script(*faults), itertools.count()
 
     def before_call(what: str) -> None:

@@ -1,4 +1,4 @@
-"""Readers of bytes from outside, tried with damaged input: whatever comes, they answer or refuse, and never break.
+"""Fuzzing of readers with damaged input: a reader must return a result or raise one of its documented errors.
 
 >>> import json
 >>> target = Target("json", [b'{"a": [1, 2]}'], json.loads, (ValueError, RecursionError))
@@ -22,42 +22,12 @@ from typing import Any
 from shoal.errors import ShoalError
 
 NUMBERS = (
-    0,
-    1,
-    2,
-    7,
-    8,
-    127,
-    128,
-    255,
-    256,
-    1023,
-    65535,
-    65536,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**62,
-    2**63 - 1,
-    2**64 - 1,
-)
+    0, 1, 2, 7, 8, 127, 128, 255, 256, 1023, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**64 - 1,
+)  # fmt: skip
 WORDS = (
-    b"\x00",
-    b"\xff" * 8,
-    b"\n",
-    b"\r\n",
-    b"\t",
-    b",",
-    b'"',
-    b"\\",
-    b"{}",
-    b"[]",
-    b"null",
-    b"NaN",
-    b"-1",
-    b"1e999",
+    b"\x00", b"\xff" * 8, b"\n", b"\r\n", b"\t", b",", b'"', b"\\", b"{}", b"[]", b"null", b"NaN", b"-1", b"1e999",
     b"\xc3\x28",
-)
+)  # fmt: skip
 GROWTH_BYTES = 1 << 16
 
 
@@ -66,10 +36,10 @@ class Target:
     """One reader.
 
     Args:
-        seeds: valid input, which is damaged.
+        seeds: valid inputs, to be damaged.
         read: called with the damaged bytes.
-        refuses: what it may raise; anything else, and a read that takes longer than the limit, is a finding.
-        mend: puts right what would have every damage refused at once, such as a checksum over all bytes.
+        refuses: the exceptions it may raise; any other, or a read that exceeds the time limit, is a finding.
+        mend: repairs parts that would make the reader refuse every damage at once, such as a checksum over all bytes.
     """
 
     name: str
@@ -88,7 +58,7 @@ class Tally:
 
 
 class FuzzFinding(AssertionError):
-    """A reader broke; ``data`` is what it was given."""
+    """A reader failed in an undocumented way; ``data`` is its input."""
 
     def __init__(self, target: str, data: bytes, why: str) -> None:
         super().__init__(f"{target}: {why}; the input has {len(data)} bytes: {data[:120]!r}")
@@ -98,7 +68,7 @@ class FuzzFinding(AssertionError):
 def fuzz(
     target: Target, *, seed: int, runs: int | None = None, seconds: float | None = None, limit_s: float = 10.0
 ) -> Tally:
-    """Damages the seeds and reads them until ``runs`` inputs or ``seconds`` have passed; the same seed gives the same
+    """Damage the seeds and read them until ``runs`` inputs or ``seconds`` have passed; the same seed gives the same
     inputs. Must be called from the main thread, where a read that hangs can be stopped.
 
     Raises:
@@ -118,7 +88,7 @@ def fuzz(
 
 
 def try_one(target: Target, data: bytes, tally: Tally | None = None, limit_s: float = 10.0) -> None:
-    """Reads one input; raises `FuzzFinding` where the reader neither answers nor refuses it."""
+    """Read one input; raise `FuzzFinding` if the reader neither accepts nor refuses it."""
     tally = Tally() if tally is None else tally
     tally.runs += 1
     try:
@@ -138,13 +108,13 @@ def try_one(target: Target, data: bytes, tally: Tally | None = None, limit_s: fl
 
 
 def kept_inputs(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """The files of a corpus: (name, content)."""
+    """Yield (name, content) of the files of a corpus."""
     for path in sorted(folder.glob("*")):
         yield path.name, path.read_bytes()
 
 
 def damaged(seeds: Sequence[bytes], chance: random.Random) -> bytes:
-    """A seed with one to four changes."""
+    """Return a seed with one to four changes."""
     data = bytearray(chance.choice(seeds))
     for _ in range(chance.choice((1, 1, 1, 2, 2, 3, 4))):
         chance.choice(_CHANGES)(data, seeds, chance)
@@ -153,7 +123,7 @@ def damaged(seeds: Sequence[bytes], chance: random.Random) -> bytes:
 
 
 def _place(data: bytearray, chance: random.Random) -> int:
-    """Anywhere, the beginning more often: that is where headers are."""
+    """Choose a random position, more often near the beginning, where headers are."""
     return min(int(len(data) * chance.random() ** chance.choice((1, 3))), max(0, len(data) - 1))
 
 
@@ -181,7 +151,7 @@ def _number(data: bytearray, seeds: Sequence[bytes], chance: random.Random) -> N
 
 
 def _nudge(data: bytearray, seeds: Sequence[bytes], chance: random.Random) -> None:
-    """A length or a count that is off by a little."""
+    """Change a length or a count by a little."""
     if data:
         at = _place(data, chance)
         data[at] = data[at] + chance.choice((-2, -1, 1, 2)) & 255
@@ -211,7 +181,7 @@ def _splice(data: bytearray, seeds: Sequence[bytes], chance: random.Random) -> N
 
 
 def _digits(data: bytearray, seeds: Sequence[bytes], chance: random.Random) -> None:
-    """Another number in a text."""
+    """Replace a number in a text."""
     places = [at for at, byte in enumerate(data[:4096]) if 48 <= byte <= 57]
     if places:
         at = chance.choice(places)

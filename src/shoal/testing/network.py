@@ -1,8 +1,8 @@
-"""`Network`: hosts that are network namespaces of their own, joined by a switch that loses, delays and repeats packets.
+"""`Network`: hosts as network namespaces, joined by a switch that can drop, delay and repeat packets.
 
-Each host has an address, ``lo`` and one interface; commands that are started on it see nothing else. What they send
-goes through this process, frame by frame, so that a test can cut two hosts off from each other, delay what they say, or
-send it twice, while everything else is the kernel's own network. Needs root and ``ip`` (Debian's iproute2).
+Each host has an address, ``lo`` and one interface; commands started on it see nothing else. Their frames go through
+this process, so that a test can partition two hosts, or delay or duplicate their packets; the rest is the kernel's own
+network. Needs root and ``ip`` (Debian's iproute2).
 
     with Network("a", "b") as network:
         server = subprocess.Popen(network["a"].command("shoal", "ps", "--host", network["a"].address, ...))
@@ -26,6 +26,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -36,25 +37,21 @@ T = TypeVar("T")
 _numbers = itertools.count()
 _ETH_P_ALL = 3
 _SIOCETHTOOL = 0x8946
-_OFFLOADS = (
-    0x00000017,
-    0x00000024,
-    0x0000001F,
-    0x0000002C,
-)  # transmit checksums, GSO, TSO, GRO: frames are as on a wire
+# Transmit checksums, GSO, TSO, GRO: frames are as on a wire.
+_OFFLOADS = (0x00000017, 0x00000024, 0x0000001F, 0x0000002C)
 _FRAME_BYTES = 1 << 16
 _NETNS = "/run/netns"
 
 
 def network_unavailable() -> str | None:
-    """Why there can be no `Network` here; None if there can."""
+    """Why `Network` cannot be used here; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
         return "there is no `ip`; install iproute2"
     tried = subprocess.run(["ip", "netns", "add", f"shoal-try-{os.getpid()}"], capture_output=True, text=True)
     if tried.returncode:
-        return f"network namespaces cannot be made ({tried.stderr.strip()})"
+        return f"network namespaces cannot be created ({tried.stderr.strip()})"
     subprocess.run(["ip", "netns", "del", f"shoal-try-{os.getpid()}"], capture_output=True)
     return None
 
@@ -68,13 +65,13 @@ class Host:
     address: str
 
     def command(self, *words: object) -> list[str]:
-        """A command line that runs ``words`` on this host, with the same process id."""
+        """Return the command line that runs ``words`` on this host, with the same process id."""
         return ["nsenter", f"--net={_NETNS}/{self.space}", "--", *map(str, words)]
 
 
 @dataclass(slots=True)
 class Link:
-    """What happens to frames from one host to another."""
+    """The faults of frames from one host to another."""
 
     cut: bool = False
     delay_s: float = 0.0
@@ -98,7 +95,7 @@ class Network:
     """Hosts by name, with addresses 10.77.N.1, .2, ….
 
     Args:
-        seed: of what is dropped, repeated and how much later it arrives.
+        seed: random seed for drops, repeats and delays.
     """
 
     def __init__(self, *names: str, seed: int = 0) -> None:
@@ -134,31 +131,31 @@ class Network:
     # --- faults -------------------------------------------------------------------------------------------------------
 
     def link(self, one: str, other: str) -> Link:
-        """What happens to frames from one host to another; change its fields."""
+        """Return the faults of frames from one host to another, whose fields you can change."""
         return self._links[one, other]
 
     def cut(self, one: str, *others: str) -> None:
-        """Nothing passes between a host and others (all of them unless given), in either direction; nobody is told."""
+        """Silently drop all frames between a host and others (default: all), in both directions."""
         for other in others or [name for name in self.hosts if name != one]:
             self._links[one, other].cut = self._links[other, one].cut = True
 
     def shape(self, **fields: float) -> None:
-        """Sets fields of all links: ``shape(delay_s=0.05, repeat=0.1)``."""
+        """Set fields of all links: ``shape(delay_s=0.05, repeat=0.1)``."""
         for link in self._links.values():
             for name, value in fields.items():
                 setattr(link, name, value)
 
     def heal(self) -> None:
-        """All links are as at first."""
+        """Reset all links to their initial state."""
         for link in self._links.values():
             link.cut, link.delay_s, link.jitter_s, link.repeat, link.drop = False, 0.0, 0.0, 0.0, 0.0
 
     def inside(self, name: str, work: Callable[[], T]) -> T:
-        """What ``work`` returns in a thread that is on a host, with all threads and processes that it starts."""
+        """Run ``work`` in a thread on a host, with all threads and processes that it starts; return its result."""
         return self._in_space(self.hosts[name].space, work)
 
     def close(self) -> None:
-        """Removes the hosts; processes on them lose their network."""
+        """Remove the hosts; processes on them lose their network."""
         self._ended.set()
         self._thread.join(10)
         self._remove()
@@ -195,25 +192,16 @@ class Network:
             self._sockets[name] = one
 
     def _in_space(self, space: str, work: Callable[[], T]) -> T:
-        """Runs ``work`` in a thread that is in a namespace; what it opens stays there."""
-        failed: list[BaseException] = []
-        found: list[T] = []
+        """Run ``work`` in a thread that is in a namespace; sockets that it opens stay there."""
 
-        def run() -> None:
-            try:
-                with open(f"{_NETNS}/{space}") as file:
-                    if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):
-                        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-                found.append(work())
-            except BaseException as error:
-                failed.append(error)
+        def run() -> T:
+            with open(f"{_NETNS}/{space}") as file:
+                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            return work()
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join()
-        if failed:
-            raise failed[0]
-        return found[0]
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(run).result()
 
     def _remove(self) -> None:
         for one in self._sockets.values():
@@ -239,7 +227,7 @@ class Network:
         poll.close()
 
     def _take(self, name: str) -> None:
-        """Frames of one host."""
+        """Pass on the frames that one host has sent."""
         one = self._sockets[name]
         for _ in range(64):
             try:
@@ -248,7 +236,7 @@ class Network:
                 return
             except OSError:  # the interface is gone
                 return
-            if kind == 4:  # PACKET_OUTGOING: what this switch itself has sent
+            if kind == 4:  # PACKET_OUTGOING: sent by this switch itself
                 continue
             to = self._of_mac.get(frame[:6])
             if to is not None:
@@ -280,7 +268,7 @@ class Network:
         try:
             self._sockets[to].send(frame)
             self.counts.passed += 1
-        except OSError:  # its queue is full, or it has gone: lost, as on a wire
+        except OSError:  # its queue is full, or it is gone: the frame is lost, as on a wire
             self.counts.dropped += 1
 
 
@@ -291,7 +279,7 @@ def _ip(*words: str) -> None:
 
 
 def _plain_frames(device: str) -> None:
-    """Has the kernel finish checksums and cut segments itself: nobody does it behind it here."""
+    """Make the kernel compute checksums and split segments, because no hardware does it here."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         for command in _OFFLOADS:
             value = bytearray(struct.pack("II", command, 0))

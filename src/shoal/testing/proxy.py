@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that can be cut: what a network partition looks like from both ends."""
+"""A TCP proxy on loopback that simulates a network partition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CHUNK_BYTES = 1 << 16
 
 
 class Proxy:
-    """Passes connections to ``target`` on until `cut`; then nothing passes, and nobody is told, until `heal`.
+    """Forwards connections to ``target`` until `cut`; then stalls them silently until `heal`.
 
     >>> import socket
     >>> with socket.create_server(("127.0.0.1", 0)) as server, Proxy(server.getsockname()) as proxy:
@@ -30,7 +30,7 @@ class Proxy:
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
 
     def cut(self) -> None:
-        """Bytes that come from now on wait, in both directions; new connections hang."""
+        """Hold back all further bytes, in both directions; new connections hang."""
         self._open.clear()
 
     def heal(self) -> None:

@@ -19,9 +19,9 @@ from shoal.errors import ConfigError, DeadlineError, PeerError
 from shoal.testing.calls import outcome, pack_call, unpack_call
 
 PRELOADED = ["shoal.comm", "shoal.nn.bag", "shoal.sharded.all_to_all.table", "shoal.train.step"]
-"""Modules that the server imports once from which ranks are forked, so that they do not import them again and again.
-Your tests may add theirs before the first `run_ranks`; a module must start no thread when it is imported."""
-STACK_S = 5.0  # how long a rank that met the deadline has to show where it is
+"""Modules that the fork server imports once, so that ranks need not import them.
+Tests may add their own before the first `run_ranks`; importing such a module must not start a thread."""
+STACK_S = 5.0  # how long a rank has after the deadline to write its stack
 
 
 class RankFailed(PeerError):
@@ -43,18 +43,18 @@ def run_ranks(
     lost: tuple[int, ...] = (),
     **kwargs: Any,
 ) -> list[Any]:
-    """Calls ``fn(rank, world_size, *args, **kwargs)`` in ``world_size`` processes; returns their results by rank.
+    """Call ``fn(rank, world_size, *args, **kwargs)`` in ``world_size`` processes; return their results by rank.
 
     Args:
-        fn: a module's function. The environment it sees is torchrun's (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` ...)
-            with ``env`` over it, and the default process group is started on ``backend``.
-        timeout_s: after this the ranks are ended and ``DeadlineError`` shows where each of them stood.
+        fn: a module-level function. Its environment has torchrun's variables (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``
+            ...) and those of ``env``, and the default process group is started on ``backend``.
+        timeout_s: after this the ranks are killed and ``DeadlineError`` shows where each of them was.
         backend: None starts no process group; ``init_process_group()`` in ``fn`` then finds its rendezvous.
         group_timeout_s: timeout of the process group; ``timeout_s`` unless given.
         lost: ranks that are expected to die; they count as done, with the result None.
 
     Raises:
-        RankFailed: a rank raised or died. The others are ended at once and its traceback is in the message.
+        RankFailed: a rank raised or died. The others are killed at once, and its traceback is in the message.
 
     Example:
         >>> run_ranks(2, my_module.add_ranks)  # doctest: +SKIP
@@ -103,9 +103,8 @@ def _collect(processes: list, pipes: list, end: float, timeout_s: float, lost: s
         ready: list[Any] = wait(list(open_pipes), timeout=max(0.0, end - time.monotonic()))
         if not ready:
             running = sorted(open_pipes.values())
-            raise DeadlineError(
-                f"run_ranks: rank(s) {running} still ran after {timeout_s:g} s\n{_stacks(processes, running, folder)}"
-            )
+            stacks = _stacks(processes, running, folder)
+            raise DeadlineError(f"run_ranks: rank(s) {running} were still running after {timeout_s:g} s\n{stacks}")
         failed: list[tuple[float, int, str, BaseException | None]] = []
         while ready:
             for pipe in ready:
@@ -114,13 +113,13 @@ def _collect(processes: list, pipes: list, end: float, timeout_s: float, lost: s
                     results[rank], error, text, when = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):  # ended before, or in the middle of, its result
                     processes[rank].join(60)
-                    if rank not in lost:  # what others raised came of it
+                    if rank not in lost:  # the errors of other ranks are consequences of it
                         ending = _ending(processes[rank].exitcode)
                         failed.append((0.0, rank, f"its process ended with {ending}", None))
                 else:
                     if error is not None:
                         failed.append((when, rank, text, error))
-            # A failure makes others fail: whoever failed before the ones we saw has said so by now.
+            # A failure makes other ranks fail: by now a rank that failed earlier has reported it.
             ready = wait(list(open_pipes), timeout=0) if failed else []
         if failed:
             _, rank, text, error = min(failed, key=lambda f: f[:2])
@@ -143,11 +142,11 @@ def _stacks(processes: list, running: list[int], folder: Path) -> str:
         if time.monotonic() > end:
             break
         time.sleep(0.02)
-    return "\n".join(f"rank {rank} stood at:\n{f.read_text()}" for rank, f in files.items() if f.exists())
+    return "\n".join(f"rank {rank} was at:\n{f.read_text()}" for rank, f in files.items() if f.exists())
 
 
 def _shown(stack: Path) -> bool:
-    """Whether the main thread, which comes last, is there down to its first frame."""
+    """Whether the stack of the main thread, which is written last, is complete."""
     return stack.exists() and stack.read_text().endswith("in <module>\n")
 
 
@@ -161,7 +160,7 @@ def _child(rank: int, world_size: int, setup: dict[str, Any], call: bytes, pipe:
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(setup["port"]),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # env:// then joins the parent's store in place of opening one
+        TORCHELASTIC_USE_AGENT_STORE="True",  # env:// then joins the parent's store instead of opening one
     )
     os.environ.update(setup["own_env"])
     stack = open(f"{setup['folder']}/stack-{rank}", "w")  # noqa: SIM115 - faulthandler writes to it at any time
@@ -169,7 +168,7 @@ def _child(rank: int, world_size: int, setup: dict[str, Any], call: bytes, pipe:
     pipe.send_bytes(outcome(lambda: _work(rank, world_size, setup, call)))
     pipe.close()
     util: Any = multiprocessing.util
-    util._exit_function()  # flush what was sent but not yet taken
+    util._exit_function()  # flush data that was sent but not yet received
     os._exit(0)  # no destructors: gloo's abort the process after a failed collective
 
 

@@ -1,4 +1,4 @@
-"""A server that takes pushes and remembers them, for tests of trainers."""
+"""A server that records pushes, for tests of trainers."""
 
 import logging
 import threading
@@ -55,13 +55,13 @@ class DummySyncServer:
         return self
 
     def get_port(self) -> list[int]:
-        """The bound port, as a sequence of one int."""
+        """Return the bound port, as a sequence of one int."""
         import numpy as np
 
         return np.array([self._port], np.int32)  # pyrefly: ignore
 
     def shutdown(self) -> list[int]:
-        """Stops the server; a sequence holding 100."""
+        """Stop the server; return a sequence of the one number 100."""
         import numpy as np
 
         self._server.stop(None).wait(10)

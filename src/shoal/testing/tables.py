@@ -1,4 +1,4 @@
-"""What hypothesis draws for tests of tables: optimizers, segments, tables with their references, gradients."""
+"""Hypothesis strategies for tests of tables: optimizers, segments, tables with their references, gradients."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from shoal.table.reference import ReferenceTable
 
 
 def number(low, high):
-    """A float32 that both sides see alike."""
+    """Draw a float that float32 represents exactly."""
     return st.floats(low, high, width=32).map(lambda x: float(np.float32(x)))
 
 
@@ -42,7 +42,7 @@ OPTIMIZERS = {
     for kind in NATIVE
     for message in [getattr(table.OptimizerConfig(), kind)]
 }
-"""Kind -> field of its message -> what tests draw for it."""
+"""Kind -> field of its message -> strategy."""
 
 
 @st.composite
@@ -100,7 +100,7 @@ def instance(segments, rates, **fields):
 
 @dataclass
 class Pair:
-    """A table and its judge."""
+    """A table and its reference."""
 
     ours: HashTable
     reference: ReferenceTable

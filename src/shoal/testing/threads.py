@@ -18,9 +18,9 @@ def run_threads(
     return_errors: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
-    """Calls ``fn(transport, *args, **kwargs)`` in one thread per rank; returns the results by rank.
+    """Call ``fn(transport, *args, **kwargs)`` in one thread per rank; return the results by rank.
 
-    The first rank's exception is raised here, or, with ``return_errors``, each rank's is in its place of the list.
+    Raises the exception of the first rank that failed; with ``return_errors`` exceptions are in the list instead.
 
     Example:
         >>> run_threads(2, lambda t: (t.send(1 - t.rank, b"hi"), t.recv(1 - t.rank))[1])
@@ -48,5 +48,5 @@ def run_threads(
     if errors and not return_errors:
         raise errors[0][1]
     if stuck:
-        raise DeadlineError(f"run_threads: rank(s) {stuck} still ran after {timeout_s:g} s")
+        raise DeadlineError(f"run_threads: rank(s) {stuck} were still running after {timeout_s:g} s")
     return results

@@ -21,14 +21,14 @@ _given: set[int] = set()
 
 
 def zookeeper_unavailable() -> str:
-    """Why no ZooKeeper can be started here; empty where one can."""
+    """Why no ZooKeeper can be started here; empty if one can."""
     if not JAR.exists() or shutil.which("java") is None:
         return f"a ZooKeeper needs java and {JAR}: apt-get install zookeeper"
     return ""
 
 
 def free_port() -> int:
-    """A port to listen on later. It is below those that the kernel picks for others, so it stays free."""
+    """Find a free port to listen on later. It is below the kernel's ephemeral range, so it stays free."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with socket.socket() as probe:
@@ -42,7 +42,7 @@ def free_port() -> int:
 
 
 class ZooKeeper:
-    """A ZooKeeper server in a process of its own.
+    """A ZooKeeper server in a separate process.
 
     Args:
         folder: for its data.
@@ -100,10 +100,10 @@ class ZooKeeper:
             return False
 
     def client(self) -> Any:
-        """A client that soon tries again, with a session that outlives that.
+        """Make a client that reconnects quickly, with a session that outlasts the reconnect.
 
-        A server that has just opened its port may swallow a request to connect, and a client waits as long for the
-        answer as it asks its session to last. The server's minimum makes the session last longer than what is asked.
+        A server that has just opened its port may drop a connection request, and the client waits for an answer for as
+        long as the session that it requests. So it requests a short one, which the server's minimum makes longer.
         """
         from kazoo.client import KazooClient
 

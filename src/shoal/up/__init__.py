@@ -1,1 +1,1 @@
-"""One file for a whole online system: which processes it has, how they are started, watched, stopped and placed."""
+"""`shoal up`: starts, supervises and stops the processes of an online system that one file describes."""

@@ -1,4 +1,4 @@
-"""`Online`: a file for `shoal up`, which is a configuration of `shoal train` with sections for the other processes."""
+"""`Online`: the file of `shoal up`, a configuration of `shoal train` with sections for the other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers:
-    """``[servers]``: parameter servers, which hold the rows. Without the section the trainer holds them."""
+    """``[servers]``: parameter servers, which hold the rows. Without this section, the trainer holds them."""
 
     count: int = 1
     durability: Literal["none", "checkpoint", "log"] = "log"
@@ -27,7 +27,7 @@ class Servers:
     evict_every: str = "0"
     threads: int = 2
     insecure: bool = False
-    """Listen beyond one machine without keys, as `--on ray` on several machines and files for containers need it."""
+    """Listen beyond one machine without keys: with `--on ray` on several machines, or in containers."""
     options: tuple[str, ...] = ()
     """Further flags of `shoal ps`."""
 
@@ -38,9 +38,9 @@ class Replicas:
 
     count: int = 1
     rest_port: int = 0
-    """Of the first one; the others have the ports after it. 0: the system chooses."""
+    """REST port of the first replica; the others use the next ports. 0: the operating system chooses."""
     port: int = 0
-    """gRPC port of the first one, as above."""
+    """gRPC port of the first replica, in the same way."""
     host: str = "127.0.0.1"
     wait_s: float = 600.0
     """How long a replica waits for the first export."""
@@ -52,10 +52,10 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registry:
-    """``[registry]``: where replicas are found."""
+    """``[registry]``: the registry in which replicas are found."""
 
     url: str | None = None
-    """``dir:PATH`` or ``zk://host:port``; by default a folder of ``[up] dir``."""
+    """``dir:PATH`` or ``zk://host:port``; by default a folder in ``[up] dir``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,8 @@ class Trainers:
 
     ranks: int = 1
     insecure: bool = False
-    """Serve the status pages of trainer and joiner beyond one machine without TLS and tokens; so does
-    ``[replicas] insecure``."""
+    """Serve the status pages of trainer and joiner beyond one machine without TLS and tokens; ``[replicas] insecure``
+    has the same effect."""
     options: tuple[str, ...] = ()
     """Further flags of `shoal train`."""
 
@@ -75,14 +75,15 @@ class Up:
     """``[up]``: how processes are kept running."""
 
     dir: str | None = None
-    """Logs, state, and by default checkpoints, exports and registry; by default the file's name with ``.run``."""
+    """Folder for logs and state, and by default for checkpoints, exports and registry. Default: the file's name with
+    ``.run``."""
     start_s: float = 120.0
     """How long a process may take to be ready."""
     stop_s: float = 60.0
     """How long a process may take to end after SIGTERM; then it is killed."""
     max_restarts: int = 5
-    """Restarts after failures before a process counts as failed. A process that was ready for ``stable_s`` since its
-    last start begins to count anew."""
+    """Restarts after consecutive failures before a process counts as failed. The count starts again once a process was
+    ready for ``stable_s``."""
     stable_s: float = 60.0
     backoff_s: float = 0.5
     """Wait before the first restart; it doubles with each further one."""
@@ -90,19 +91,19 @@ class Up:
     cpus: float = 1.0
     """CPUs that `--on ray` reserves for each process."""
     log_bytes: int = 10_000_000
-    """Size at which a log is put aside."""
+    """Size at which a log is rotated."""
     log_files: int = 3
-    """Logs put aside that stay, of each process."""
+    """Rotated logs to keep for each process."""
     page: str = "127.0.0.1:0"
-    """``host:port`` of the status page of the whole system; port 0 for a free one, ``off`` for none."""
+    """``host:port`` of the system's status page; port 0 picks a free one, ``off`` disables the page."""
     tls_cert: str | None = None
-    """Certificate chain (PEM) of the page; off loopback it must have TLS, and tokens or a client CA."""
+    """Certificate chain (PEM) of the page. Beyond loopback, the page must have TLS, and tokens or a client CA."""
     tls_key: str | None = None
     tls_client_ca: str | None = None
     tokens: str | None = None
     """File of lines ``identity token``."""
     insecure: bool = False
-    """Serve the page off loopback without TLS and tokens all the same."""
+    """Serve the page beyond loopback even without TLS and tokens."""
 
 
 _SECTIONS: dict[str, type] = {
@@ -116,7 +117,7 @@ _AT_LEAST = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Online:
-    """A whole system. Paths are as a user would type them: relative to the working directory, or absolute."""
+    """The configuration of a system. Paths are relative to the working directory, or absolute."""
 
     file: str
     servers: Servers | None
@@ -134,16 +135,16 @@ class Online:
         return os.path.dirname(self.file)
 
     def path(self, name: str) -> str:
-        """A path of the file, as seen from the working directory."""
+        """Convert a path in the file, relative to the file, to one relative to the working directory."""
         return os.path.join(self.base, name)
 
     @property
     def dir(self) -> str:
-        """Where everything of the system is kept."""
+        """The folder of the system's files."""
         return self.path(self.up.dir) if self.up.dir is not None else f"{os.path.splitext(self.file)[0]}.run"
 
     def given(self, section: str, name: str) -> Any:
-        """A setting of the training run, None where the file does not have it."""
+        """A setting of the training run; None if the file does not have it."""
         inner = self.content.get(section)
         return inner.get(name) if isinstance(inner, Mapping) else None
 
@@ -154,7 +155,7 @@ class Online:
 
     @property
     def model(self) -> str:
-        """The name that the replicas serve."""
+        """The name under which replicas serve the model."""
         named = self.given("serve", "model")
         if isinstance(named, str):
             return named
@@ -175,7 +176,7 @@ class Online:
 
     @property
     def registry_url(self) -> str:
-        """Where replicas are found."""
+        """The address of the registry."""
         url = self.registry.url or self.given("serve", "registry")
         if url is None:
             return f"dir:{os.path.join(self.dir, 'registry')}"
@@ -185,10 +186,10 @@ class Online:
 
 
 def load_online(file: str | Path) -> Online:
-    """Reads a file. Sections of the training run are checked by `shoal train` itself.
+    """Read a file. `shoal train` itself checks the sections of the training run.
 
     Raises:
-        ConfigError: it cannot be read, or a section for the other processes has a setting that is not known.
+        ConfigError: the file cannot be read, or a section for the other processes has an unknown or invalid setting.
     """
     path = os.fspath(file)
     try:

@@ -1,4 +1,4 @@
-"""What other commands ask of a `shoal up` that runs: another start of a process, a pause of one, its log."""
+"""Requests to a running `shoal up` from other commands: restart a process, pause it, follow its log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.up.files import ask, holder, read_state
 
 
 def row_of(folder: str, name: str) -> dict[str, Any]:
-    """What the supervisor knows of a process."""
+    """The supervisor's record of a process."""
     rows = {row["name"]: row for row in read_state(folder)["processes"]}
     if name not in rows:
         raise PeerError(f"there is no process {name!r}; there are {', '.join(rows)}")
@@ -21,11 +21,11 @@ def row_of(folder: str, name: str) -> dict[str, Any]:
 
 
 def wait_for(folder: str, name: str, good: Callable[[dict[str, Any]], bool], what: str, timeout_s: float) -> Any:
-    """The state of a process once it is as wanted.
+    """Wait until ``good`` accepts the state of a process, and return that state.
 
     Raises:
-        PeerError: it failed, or the supervisor ended.
-        DeadlineError: it takes too long.
+        PeerError: the process failed, or `shoal up` has ended.
+        DeadlineError: it took longer than ``timeout_s``.
     """
     end = time.monotonic() + timeout_s
     while True:
@@ -37,36 +37,36 @@ def wait_for(folder: str, name: str, good: Callable[[dict[str, Any]], bool], wha
         if holder(folder) is None:
             raise PeerError(f"`shoal up` in {folder} has ended")
         if time.monotonic() > end:
-            raise DeadlineError(f"{name} was not {what} within {timeout_s:g} s, it is {row['phase']}: {row['reason']}")
+            raise DeadlineError(f"{name} was not {what} within {timeout_s:g} s; it is {row['phase']}: {row['reason']}")
         time.sleep(0.05)
 
 
 def restart_process(folder: str, name: str, *, timeout_s: float = 180.0) -> dict[str, Any]:
-    """Has a process started anew and waits until it is ready, or done."""
-    former = row_of(folder, name)["pid"]
+    """Restart a process and wait until it is ready or done."""
+    old_pid = row_of(folder, name)["pid"]
     ask(folder, {"do": "restart", "name": name, "reason": "`shoal up restart`"})
     return wait_for(
-        folder, name, lambda row: row["phase"] in ("ready", "done") and row["pid"] != former, "ready", timeout_s
+        folder, name, lambda row: row["phase"] in ("ready", "done") and row["pid"] != old_pid, "ready", timeout_s
     )
 
 
 @contextmanager
 def held(folder: str, name: str, reason: str, *, timeout_s: float = 180.0) -> Iterator[None]:
-    """Stops a process for as long as the block lasts, and waits until it is ready again.
+    """Stop a process for the duration of the block, then wait until it is ready again.
 
-    If the block fails, the process is started again all the same.
+    The process is also restarted if the block fails.
     """
     ask(folder, {"do": "hold", "name": name, "reason": reason})
     try:
         wait_for(folder, name, lambda row: row["pid"] is None and row["phase"] == "held", "stopped", timeout_s)
         yield
     finally:
-        ask(folder, {"do": "release", "name": name, "reason": f"{reason} is done"})
+        ask(folder, {"do": "release", "name": name, "reason": f"{reason}: done"})
     wait_for(folder, name, lambda row: row["phase"] in ("ready", "done"), "ready", timeout_s)
 
 
 def follow(paths: Mapping[str, str], every_s: float = 0.2) -> Iterator[tuple[str, str]]:
-    """(process, line) as lines are written to logs, also where a log is put aside."""
+    """(process, line) for each new line in the logs, also when a log is rotated."""
     places = {name: (_inode(path), _size(path)) for name, path in paths.items()}
     while True:
         for name, path in paths.items():
@@ -79,9 +79,9 @@ def follow(paths: Mapping[str, str], every_s: float = 0.2) -> Iterator[tuple[str
                     found = file.read()
             except FileNotFoundError:
                 found = b""
-            whole = found.rpartition(b"\n")[0]
-            places[name] = (inode, at + len(whole) + bool(whole))
-            yield from ((name, line) for line in whole.decode(errors="replace").splitlines())
+            complete = found.rpartition(b"\n")[0]
+            places[name] = (inode, at + len(complete) + bool(complete))
+            yield from ((name, line) for line in complete.decode(errors="replace").splitlines())
         time.sleep(every_s)
 
 

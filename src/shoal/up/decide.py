@@ -1,9 +1,9 @@
-"""What a supervisor does next: pure functions of what it knows and of the time, which give their reasons."""
+"""A supervisor's decisions: pure functions of its state and the time, which return their reasons."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
@@ -13,19 +13,19 @@ from shoal.up.plan import STOP_ORDER, Process
 
 
 class Phase(StrEnum):
-    """Where a process is in its life."""
+    """The phase of a process."""
 
     WAITING = "waiting"
-    """It starts when those that it needs are ready, or when its time has come after a failure."""
+    """It starts when the processes it depends on are ready, or after the delay that follows a failure."""
     STARTING = "starting"
     READY = "ready"
     STOPPING = "stopping"
     HELD = "held"
-    """Somebody asked for it to be stopped; it starts again when that is taken back."""
+    """It was stopped on request; it starts again when the request is withdrawn."""
     DONE = "done"
-    """It ended by itself, as it should."""
+    """It finished successfully."""
     FAILED = "failed"
-    """It is not started any more."""
+    """It will not be restarted."""
     STOPPED = "stopped"
 
 
@@ -35,36 +35,36 @@ ENDED = frozenset({Phase.DONE, Phase.FAILED, Phase.STOPPED, Phase.HELD})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What is known of one process."""
+    """The state of one process."""
 
     phase: Phase = Phase.WAITING
     since: float = 0.0
-    """When it came into this phase."""
+    """When it entered this phase."""
     due: float = 0.0
-    """WAITING: not before this time."""
+    """WAITING: it starts at this time or later."""
     failures: int = 0
-    """In a row."""
+    """The number of consecutive failures."""
     restarts: int = 0
-    """Of all time."""
+    """The total number of restarts."""
     reason: str = ""
     """Why it is in this phase."""
     then: Literal["stop", "start", "hold"] = "stop"
-    """STOPPING: what comes after."""
+    """STOPPING: what to do afterwards."""
     killed: bool = False
     """STOPPING: SIGKILL was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """Something to do with one process."""
+    """An action on one process."""
 
     do: Literal["start", "terminate", "kill"]
     name: str
     reason: str
 
 
-NOT_AGAIN = {2: "its configuration is wrong", 3: "[serve.guard] ended the run; `shoal rollback` starts it again"}
-"""Exit codes after which starting again cannot help."""
+NOT_AGAIN = {2: "its configuration is wrong", 3: "[serve.guard] ended the run; `shoal rollback` restarts it"}
+"""Exit codes after which a restart cannot help."""
 
 
 def how_it_ended(code: int) -> str:
@@ -82,16 +82,16 @@ def how_it_ended(code: int) -> str:
 
 
 def backoff_s(rules: Up, failures: int) -> float:
-    """The wait before a process that failed so often in a row is started again."""
+    """The wait before the restart after ``failures`` consecutive failures."""
     return min(rules.max_backoff_s, rules.backoff_s * 2 ** min(60, max(0, failures - 1)))
 
 
 def exited(rules: Up, process: Process, state: State, code: int, now: float) -> State:
-    """The state of a process that has ended."""
+    """The state of a process that has exited."""
     how = how_it_ended(code)
     if state.phase == Phase.STOPPING:
         after = {"stop": Phase.STOPPED, "start": Phase.WAITING, "hold": Phase.HELD}[state.then]
-        how = f"killed, it did not end within {rules.stop_s:g} s" if state.killed else how
+        how = f"killed, because it did not end within {rules.stop_s:g} s" if state.killed else how
         return State(phase=after, since=now, due=now, restarts=state.restarts, reason=f"{state.reason} ({how})")
     if code == 0 and process.finishes:
         return State(phase=Phase.DONE, since=now, restarts=state.restarts, reason="it has finished")
@@ -102,7 +102,7 @@ def exited(rules: Up, process: Process, state: State, code: int, now: float) -> 
             state, phase=Phase.FAILED, since=now, failures=failures, reason=f"ended with {how}: {NOT_AGAIN[code]}"
         )
     if failures > rules.max_restarts:
-        reason = f"ended with {how}; it failed {failures} times in a row and is not started again"
+        reason = f"ended with {how}; it failed {failures} times in a row and is not restarted"
         return replace(state, phase=Phase.FAILED, since=now, failures=failures, reason=reason)
     wait = backoff_s(rules, failures)
     reason = f"ended with {how}; restart {failures} of at most {rules.max_restarts} in {wait:g} s"
@@ -123,7 +123,7 @@ def ready(state: State, now: float) -> State:
 
 
 def asked(state: State, then: Literal["stop", "start", "hold"], reason: str, now: float) -> State:
-    """The state of a process that somebody wants to stop, to start anew or to hold."""
+    """The state of a process after a request to stop, restart or hold it."""
     if state.phase in ALIVE:
         since = state.since if state.phase == Phase.STOPPING else now
         return replace(state, phase=Phase.STOPPING, since=since, then=then, reason=reason, failures=0)
@@ -135,42 +135,41 @@ def next_actions(
     rules: Up,
     processes: Sequence[Process],
     states: Mapping[str, State],
-    told: Iterable[str],
+    terminated: Collection[str],
     stopping: bool,
     now: float,
 ) -> list[Action]:
-    """What to do now.
+    """The actions to take now.
 
     Args:
-        told: processes that SIGTERM was sent to already.
-        stopping: whether the whole system is to end: one kind after the other, in `STOP_ORDER`.
+        terminated: processes that have already been sent SIGTERM.
+        stopping: whether to stop the system, one kind of process after the other, in `STOP_ORDER`.
     """
-    told = set(told)
     actions: list[Action] = []
     turn = _whose_turn(processes, states) if stopping else None
     for process in processes:
         state = states[process.name]
         if state.phase == Phase.STOPPING:
             late = now - state.since > rules.stop_s
-            if process.name not in told:
+            if process.name not in terminated:
                 actions.append(Action(do="terminate", name=process.name, reason=state.reason))
             elif late and not state.killed:
                 reason = f"it did not end within {rules.stop_s:g} s of SIGTERM"
                 actions.append(Action(do="kill", name=process.name, reason=reason))
         elif stopping and process.kind == turn and state.phase in ALIVE:
-            actions.append(Action(do="terminate", name=process.name, reason="the system is stopped"))
+            actions.append(Action(do="terminate", name=process.name, reason="the system is stopping"))
         elif state.phase == Phase.STARTING and now - state.since > rules.start_s + process.patience_s:
             reason = f"it was not ready within {rules.start_s + process.patience_s:g} s"
             actions.append(Action(do="kill", name=process.name, reason=reason))
         elif state.phase == Phase.WAITING and not stopping and now >= state.due:
-            missing = [name for name in process.after if not _served(states[name])]
+            missing = [name for name in process.after if not _allows_dependents(states[name])]
             if not missing:
                 actions.append(Action(do="start", name=process.name, reason=state.reason))
     return actions
 
 
-def _served(state: State) -> bool:
-    """Whether others may start. A process that is started again does not hold up those that follow it."""
+def _allows_dependents(state: State) -> bool:
+    """Whether dependent processes may start. A process that restarts does not delay them."""
     return state.phase in (Phase.READY, Phase.DONE) or state.restarts > 0
 
 
@@ -180,11 +179,11 @@ def _whose_turn(processes: Sequence[Process], states: Mapping[str, State]) -> st
 
 
 def blocked(processes: Sequence[Process], states: Mapping[str, State]) -> dict[str, str]:
-    """The processes that wait for others, and for which."""
+    """The processes that wait for others, with the reason."""
     found = {}
     for process in processes:
         if states[process.name].phase == Phase.WAITING:
-            missing = [name for name in process.after if not _served(states[name])]
+            missing = [name for name in process.after if not _allows_dependents(states[name])]
             if missing:
                 found[process.name] = f"waits for {', '.join(missing)}"
     return found

@@ -1,4 +1,4 @@
-"""What ``shoal up --init`` writes: a file to begin with, and clicks to learn from."""
+"""The files that ``shoal up --init`` writes: an example configuration, and clicks to learn from."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from shoal.errors import ConfigError
 ROWS = 200_000
 FILE = """\
 # shoal up online.toml
-# A whole system on one machine: a parameter server, a trainer, two replicas. `shoal up --init DIR` writes this file and
-# clicks to begin with. Paths are relative to this file; what it does not say is in online.run/ (docs/online.md).
+# A complete system on one machine: a parameter server, a trainer, two replicas. `shoal up --init DIR` writes this file
+# and clicks to learn from. Paths are relative to this file; output goes to online.run/ by default (docs/online.md).
 
 [data]
 format = "criteo"              # or csv, tsv, parquet, …
@@ -22,7 +22,7 @@ lr = 0.02
 
 [train]
 batch_size = 1024
-epochs = 1000                  # files are read again and again; stop with Ctrl-C
+epochs = 1000                  # files are read repeatedly; stop with Ctrl-C
 
 [servers]
 count = 1
@@ -31,23 +31,23 @@ count = 1
 count = 2
 # rest_port = 8501             # and 8502; without it the system chooses
 
-[serve.guard]                  # pushes stop by themselves when the model turns bad
+[serve.guard]                  # pushes stop when the model gets worse
 min_auc = 0.55
 calibration = [0.5, 2.0]
 """
 
 
 def write_example(folder: Path) -> Path:
-    """Writes ``online.toml`` and ``clicks.tsv`` into a folder; the path of the former.
+    """Write ``online.toml`` and ``clicks.tsv`` into a folder; returns the path of ``online.toml``.
 
     Raises:
-        ConfigError: there is such a file, or the folder cannot be written.
+        ConfigError: one of the files exists, or the folder cannot be written.
     """
     from shoal.data.generate import CriteoLike, write_criteo
 
     target = folder / "online.toml"
     if target.exists():
-        raise ConfigError(f"--init: {target} exists already; name another folder")
+        raise ConfigError(f"--init: {target} already exists; choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_criteo(folder / "clicks.tsv", CriteoLike(rows=ROWS, seed=1))

@@ -1,4 +1,4 @@
-"""What `shoal up` keeps in its folder: the lock, the state that others read, logs, and what others ask of it."""
+"""The folder of `shoal up`: its lock, the state that other commands read, their requests, and logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TAIL_LINES = 12
 
 @contextmanager
 def only_one(folder: str) -> Iterator[None]:
-    """Holds the lock of a folder; the kernel gives it back when this process ends, however it ends.
+    """Hold a folder's lock; the kernel releases it when this process exits, for whatever reason.
 
     Raises:
         ConfigError: another `shoal up` holds it.
@@ -37,8 +37,8 @@ def only_one(folder: str) -> Iterator[None]:
         except BlockingIOError:
             pid = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
             raise ConfigError(
-                f"`shoal up` runs in {folder} already, as process {pid}; stop it with `shoal up stop`, or give this "
-                "one another [up] dir"
+                f"`shoal up` is already running in {folder} as process {pid}; stop it with `shoal up stop`, or give "
+                "this one another [up] dir"
             ) from None
         os.ftruncate(fd, 0)
         os.write(fd, str(os.getpid()).encode())
@@ -48,7 +48,7 @@ def only_one(folder: str) -> Iterator[None]:
 
 
 def holder(folder: str) -> int | None:
-    """The process that holds the lock of a folder; None if `shoal up` does not run there."""
+    """The process id that holds a folder's lock; None if `shoal up` does not run there."""
     try:
         fd = os.open(os.path.join(folder, LOCK), os.O_RDONLY)
     except FileNotFoundError:
@@ -64,7 +64,7 @@ def holder(folder: str) -> int | None:
 
 
 def write_state(folder: str, state: dict[str, Any]) -> None:
-    """Replaces the state that others read."""
+    """Replace the state that other commands read."""
     write_whole(os.path.join(folder, STATE), json.dumps(state, indent=1))
 
 
@@ -72,7 +72,7 @@ def read_state(folder: str) -> dict[str, Any]:
     """The state of the `shoal up` that runs, or ran last, in a folder.
 
     Raises:
-        ConfigError: none ever ran there.
+        ConfigError: `shoal up` never ran there.
     """
     try:
         return json.loads(Path(folder, STATE).read_text())
@@ -86,14 +86,14 @@ def read_state(folder: str) -> dict[str, Any]:
 
 
 def ask(folder: str, request: dict[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
-    """Has the `shoal up` of a folder do something; its answer.
+    """Send a request to the `shoal up` of a folder and return its answer.
 
     Raises:
         PeerError: it does not run, or refuses.
         DeadlineError: it does not answer in time.
     """
     if holder(folder) is None:
-        raise PeerError(f"`shoal up` does not run in {folder}")
+        raise PeerError(f"`shoal up` is not running in {folder}")
     where = Path(folder, REQUESTS)
     where.mkdir(exist_ok=True)
     name = where / f"{secrets.token_hex(8)}"
@@ -114,7 +114,7 @@ def ask(folder: str, request: dict[str, Any], timeout_s: float = 30.0) -> dict[s
 
 
 def requests(folder: str) -> Iterator[tuple[dict[str, Any], Path]]:
-    """What others ask for, and where the answer goes; one that cannot be read is answered with that."""
+    """The pending requests, each with the path of its answer; unreadable ones are answered with an error."""
     where = Path(folder, REQUESTS)
     for path in sorted(where.glob("*.json")) if where.is_dir() else ():
         answer = path.with_suffix(".answer")
@@ -128,7 +128,7 @@ def requests(folder: str) -> Iterator[tuple[dict[str, Any], Path]]:
 
 
 def clear_requests(folder: str) -> None:
-    """Forgets what was asked of an earlier `shoal up`."""
+    """Delete requests to an earlier `shoal up`."""
     where = Path(folder, REQUESTS)
     for path in where.iterdir() if where.is_dir() else ():
         with suppress(FileNotFoundError):
@@ -139,7 +139,7 @@ def clear_requests(folder: str) -> None:
 
 
 class Log:
-    """The output of one process, in a file that is put aside when it is full; its last lines are kept in memory."""
+    """The output of one process, in a file that is rotated when full; its last lines are also kept in memory."""
 
     def __init__(self, path: str, max_bytes: int, files: int) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -150,7 +150,7 @@ class Log:
         self._last: deque[str] = deque(maxlen=TAIL_LINES)
 
     def write(self, line: str) -> None:
-        """One line. A disk that is full costs the line, not the process."""
+        """Write one line; if the disk is full the line is lost, but the process keeps running."""
         self._last.append(line)
         self._handler.emit(logging.LogRecord("", logging.INFO, "", 0, line, (), None))
 
@@ -159,7 +159,7 @@ class Log:
         return [line for line in self._last if line.strip()]
 
     def forget(self) -> None:
-        """A new start begins: its tail is its own."""
+        """Clear the tail at a new start of the process."""
         self._last.clear()
 
     def close(self) -> None:
@@ -167,5 +167,5 @@ class Log:
 
 
 def log_path(folder: str, name: str) -> str:
-    """Where the log of a process is."""
+    """The path of a process's log."""
     return os.path.join(folder, LOGS, f"{name}.log")

@@ -1,4 +1,4 @@
-"""Processes of this machine: started as a user would, with their output in logs, and ended with the supervisor."""
+"""Runs processes on this machine as `shoal` commands, with their output in logs; they end with the supervisor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARENT = "SHOAL_PARENT"
 
 
 class Running(Protocol):
-    """A process that was started."""
+    """A started process."""
 
     @property
     def pid(self) -> int | None: ...
@@ -34,10 +34,10 @@ class Running(Protocol):
 
 
 class Launcher(Protocol):
-    """Where processes run."""
+    """Starts processes somewhere."""
 
     def places(self, online: Online) -> Places:
-        """Where each process of a system listens."""
+        """Choose where each process of a system listens."""
         ...
 
     def start(self, process: Process, log: Log) -> Running: ...
@@ -45,7 +45,7 @@ class Launcher(Protocol):
 
 
 class LocalProcess:
-    """A `shoal` command as a child of this process, in a session of its own: Ctrl-C reaches the supervisor alone."""
+    """A `shoal` command as a child process, in a separate session, so that Ctrl-C reaches only the supervisor."""
 
     def __init__(self, arguments: tuple[str, ...], log: Log) -> None:
         env = {**os.environ, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
@@ -71,7 +71,7 @@ class LocalProcess:
     def poll(self) -> int | None:
         code = self._process.poll()
         if code is not None:
-            self._reader.join(2)  # its last words belong to the reason
+            self._reader.join(2)  # so that the log has its last lines
         return code
 
     def terminate(self) -> None:
@@ -79,11 +79,11 @@ class LocalProcess:
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # with what it started
+            os.killpg(self._process.pid, signal.SIGKILL)  # and its children
 
 
 class LocalLauncher:
-    """Starts processes on this machine, at ports that the system chooses where the file names none."""
+    """Starts processes on this machine, on the ports in the file, or else on free ones."""
 
     def places(self, online: Online) -> Places:
         kinds = names_of(online)
@@ -117,7 +117,7 @@ def fixed_ports(online: Online, name: str, kind: Kind) -> Mapping[str, int]:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody listens on now."""
+    """Ports that are free now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:

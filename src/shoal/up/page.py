@@ -1,4 +1,4 @@
-"""The status page of a whole system: its processes, what they report, and what has happened to them."""
+"""The status page of an online system: its processes, their metrics, and their restarts and failures."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _TONES: dict[str, Tone] = {"ready": "good", "done": "good", "failed": "bad", "wa
 KINDS = ("server", "joiner", "trainer", "replica")
 _COLUMNS: list[str | tuple[str, Unit]] = [
     "process", "phase", ("for", "s"), ("restarts", "n"), ("rows", "n"), ("memory", "bytes"), ("rate", "per_s"),
-    ("lag", "s"), ("errors", "n"), "says",
+    ("lag", "s"), ("errors", "n"), "reason",
 ]  # fmt: skip
 
 
 def open_page(supervisor: Supervisor, online: Online) -> HttpPort | None:
-    """Serves the page of a system at ``[up] page``; None if that is off."""
+    """Serve a system's page at ``[up] page``; None if that is off."""
     rules = online.up
     if rules.page == "off":
         return None
@@ -50,7 +50,7 @@ def open_page(supervisor: Supervisor, online: Online) -> HttpPort | None:
 
 
 class SystemHandler(PageHandler):
-    """Also tells Prometheus where the processes are."""
+    """Also serves /targets.json: the processes, for Prometheus."""
 
     def get(self, path: str, identity: str) -> Answer:
         if path != "/targets.json":
@@ -73,7 +73,7 @@ class SystemPort(HttpPort):
 
 
 class Watch:
-    """What the processes of a system report at their /metrics, read every two seconds on a thread of its own."""
+    """The metrics of a system's processes, read from their /metrics every two seconds in a background thread."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -109,7 +109,7 @@ class Watch:
 
 
 class System(Shown):
-    """A system as its page shows it."""
+    """The content of a system's status page."""
 
     counters = ("restarts",)
 
@@ -120,7 +120,7 @@ class System(Shown):
         self._noted = 0
 
     def _of(self, kind: str, figure: str) -> list[float]:
-        """A figure of all processes of a kind that report it."""
+        """A figure from all processes of a kind that report it."""
         names = {process.name for process in self._supervisor.processes if process.kind == kind}
         found = [getattr(status, figure) for name, status in self.watch.found.items() if name in names]
         return [each for each in found if each is not None]
@@ -157,7 +157,7 @@ class System(Shown):
         }  # fmt: skip
 
     def _note_events(self) -> None:
-        """Failures and restarts are errors of the system."""
+        """Record failures and restarts as the system's errors."""
         for event in list(self._supervisor.events):
             if event["at"] > self._noted:
                 self._noted = event["at"]
@@ -201,7 +201,7 @@ class System(Shown):
                      row.get("per_second"), row.get("lag_s"), row.get("errors"), row["reason"] or row.get("says", "")]
                     for row in rows
                 ]),
-                table("What happened", [("when", "ago"), "process", "event", "text"], [
+                table("Events", [("when", "ago"), "process", "event", "text"], [
                     [time.time() - event["at"], event["name"] or "shoal up", event["event"], event["text"]]
                     for event in reversed(found["events"][-30:])
                 ]),
@@ -209,7 +209,7 @@ class System(Shown):
         )  # fmt: skip
 
     def targets(self, own: str) -> list[dict[str, Any]]:
-        """All processes for Prometheus' discovery over HTTP; ``own``: the host and port that this page is asked by."""
+        """All processes, for Prometheus' HTTP service discovery; ``own`` is the host and port of this page."""
         found = [{"targets": [own], "labels": {"name": "up", "role": "up"}}] if own else []
         for process in self._supervisor.processes:
             labels = {"name": process.name, "role": process.kind, "__scheme__": process.page.partition(":")[0]}
@@ -222,8 +222,8 @@ class System(Shown):
     def _families(self) -> Iterator[Family]:
         labels = ("process", "kind")
         ready = Family("shoal_up_process_ready", "gauge", "1 while a process is ready, or done", labels)
-        failed = Family("shoal_up_process_failed", "gauge", "1 when a process is not started any more", labels)
-        restarts = Family("shoal_up_restarts", "counter", "Times that a process was started again", labels)
+        failed = Family("shoal_up_process_failed", "gauge", "1 if a process failed and is not restarted", labels)
+        restarts = Family("shoal_up_restarts", "counter", "Number of restarts of a process", labels)
         for row in self._supervisor.rows():
             ready.add(int(row["phase"] in ("ready", "done")), row["name"], row["kind"])
             failed.add(int(row["phase"] == "failed"), row["name"], row["kind"])

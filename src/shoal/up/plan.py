@@ -1,4 +1,4 @@
-"""The processes of an online system, each as the command that a user would type: a pure function of its file."""
+"""Turns the file of an online system into its processes, each a `shoal` command."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from shoal.up.config import Online
 
 Kind = Literal["server", "joiner", "trainer", "replica"]
 STOP_ORDER: tuple[Kind, ...] = ("trainer", "joiner", "replica", "server")
-"""The trainer saves while everything else is there; those whom others depend on go last."""
+"""The trainer stops first, so that it saves while all others run; processes that others depend on stop last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One process."""
+    """A process of the system."""
 
     name: str
     kind: Kind
     arguments: tuple[str, ...]
-    """Behind ``shoal``."""
+    """The arguments after ``shoal``."""
     probe: str
     """A URL that answers 200 when the process is ready."""
     metrics: str
@@ -34,11 +34,11 @@ class Process:
     after: tuple[str, ...] = ()
     """Processes that must be ready before this one starts."""
     finishes: bool = False
-    """Whether exit code 0 means that it is done, rather than that it must be started again."""
+    """Whether exit code 0 means that it is done; otherwise it is restarted."""
     patience_s: float = 0.0
-    """How much longer than others it may take to be ready."""
+    """Additional time that it may take to become ready."""
     ports: Mapping[str, int] = field(default_factory=dict)
-    """What it listens on, by purpose."""
+    """Its ports, by purpose."""
 
     @property
     def page(self) -> str:
@@ -47,13 +47,13 @@ class Process:
 
     @property
     def command(self) -> str:
-        """As a line for a shell."""
+        """The command as a shell line."""
         return shlex.join(("shoal", *self.arguments))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a process listens, and what others call it."""
+    """The address on which a process listens, and the name under which others reach it."""
 
     listen: str = "127.0.0.1"
     """The address that it binds to."""
@@ -89,7 +89,7 @@ def plan(online: Online, places: Places) -> list[Process]:
     """The processes, in the order in which they start.
 
     Args:
-        places: where each of `names_of` is.
+        places: the place of each process in `names_of`.
     """
     made: list[Process] = []
     for name, kind in names_of(online).items():
@@ -186,15 +186,15 @@ def _process(
 
 
 def _toml(value: Any) -> str:
-    """A value for ``--set``."""
+    """Format a value for ``--set``."""
     return json.dumps(value) if not isinstance(value, str) else value
 
 
 def check_network(online: Online, where: str) -> None:
-    """Refuses processes that would talk over a network without keys, unless the file allows that.
+    """Raise ConfigError if processes would use a network without authentication, unless the file allows it.
 
     Args:
-        where: why they do, for the message.
+        where: why they use a network, for the message.
     """
     needs: list[tuple[str, bool, set[str], str]] = [
         ("replicas", online.replicas.insecure, {"--tls-cert", "--tokens"} - {*online.replicas.options},
@@ -210,13 +210,13 @@ def check_network(online: Online, where: str) -> None:
         client_ca = section != "trainers" and "--tls-client-ca" in getattr(online, section).options
         if not allowed and missing - ({"--tokens"} if client_ca else set()):
             raise ConfigError(
-                f"{online.file}: {where}: set [{section}] insecure = true if that network is yours alone, or give the "
+                f"{online.file}: {where}: set [{section}] insecure = true if only you use that network, or give the "
                 f"processes keys ({otherwise})"
             )
 
 
 def _check_source(text: Any, where: str) -> None:
-    if not isinstance(text, str) or not is_live(text):  # files are looked at by the trainer
+    if not isinstance(text, str) or not is_live(text):  # the trainer checks files
         return
     try:
         scheme = parse_address(text).scheme
@@ -225,12 +225,12 @@ def _check_source(text: Any, where: str) -> None:
     if scheme == "stdin":
         raise ConfigError(
             f"{where} must not be standard input, which the processes of `shoal up` do not have, got {text!r}; "
-            "write to a folder and name it dir:PATH, or run `shoal train` by itself"
+            "write to a folder and use dir:PATH, or run `shoal train` directly"
         )
 
 
 def check(online: Online) -> None:
-    """Refuses what cannot work, before anything is started."""
+    """Raise ConfigError for a system that cannot work, before anything is started."""
     train = online.given("data", "train")
     sources = [("[data] train", one) for one in ([train] if isinstance(train, str) else train or [])]
     if "join" in online.content:
@@ -241,6 +241,6 @@ def check(online: Online) -> None:
     for where, one in sources:
         _check_source(one, f"{online.file}: {where}")
     if train is None and "join" not in online.content:
-        raise ConfigError(f'{online.file}: [data] with train = ["FILE", …] is missing')
+        raise ConfigError(f'{online.file}: [data] must have train = ["FILE", …]')
     if online.given("train", "ps") is not None and online.servers is not None:
-        raise ConfigError(f"{online.file}: [train] ps names servers that run already; leave it or [servers] out")
+        raise ConfigError(f"{online.file}: [train] ps names servers that already run; remove it or [servers]")

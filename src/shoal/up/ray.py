@@ -1,9 +1,8 @@
 """``shoal up --on ray``: the same commands, started by actors on the nodes of a Ray cluster.
 
-Ray chooses the node of each process when the system starts. The supervisor stays in the process that you started: it
-decides what is started again, and when it ends Ray ends the actors, and they their processes. A process that dies is
-started again on its node, at its ports. Checkpoints, exports and a registry that is a folder must be on storage that
-all nodes see.
+Ray chooses a node for each process when the system starts. The supervisor runs in the process that you started and
+decides about restarts; when it exits, Ray ends the actors, and with them their processes. A process that dies restarts
+on the same node and ports. Checkpoints, exports and a registry in a folder must be on storage that all nodes share.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def _ray() -> Any:
 
 
 class _Host:
-    """An actor that runs one command on its node; it keeps what the command writes until it is asked for it."""
+    """An actor that runs one command on its node and keeps its output until `look` is called."""
 
     def __init__(self, folder: str) -> None:
         os.chdir(folder)
@@ -47,14 +46,14 @@ class _Host:
     def start(self, arguments: tuple[str, ...]) -> int:
         from shoal.up.local import LocalProcess
 
-        self._process = LocalProcess(arguments, self)  # type: ignore[arg-type]  # it is asked for `write` alone
+        self._process = LocalProcess(arguments, self)  # type: ignore[arg-type]  # only `write` is called
         return self._process.pid
 
     def write(self, line: str) -> None:
         self._lines.append(line)
 
     def look(self) -> tuple[int | None, list[str]]:
-        """(exit code or None, what was written since the last call)."""
+        """(exit code or None, output since the last call)."""
         code = self._process.poll() if self._process is not None else None
         lines, self._lines = self._lines, []
         return code, lines
@@ -65,7 +64,7 @@ class _Host:
 
 
 class RayProcess:
-    """A command on some node."""
+    """A command on a node of the cluster."""
 
     def __init__(self, actor: Any, arguments: tuple[str, ...], log: Log) -> None:
         self._ray, self._actor, self._log = _ray(), actor, log
@@ -77,7 +76,7 @@ class RayProcess:
         except self._ray.exceptions.GetTimeoutError:
             return None  # a busy node; readiness and Ray's own heartbeats decide whether it is lost
         except self._ray.exceptions.RayError as error:
-            self._log.write(f"shoal up: its actor is gone: {error}")
+            self._log.write(f"shoal up: the actor of this process is gone: {error}")
             return _LOST
         for line in lines:
             self._log.write(line)
@@ -91,7 +90,7 @@ class RayProcess:
 
 
 def _connect(ray: Any, address: str) -> None:
-    """Joins a cluster, or starts a local one, whose own server has 15 s to come up: a busy machine gets three tries."""
+    """Join a cluster, or start a local one, with three tries: Ray's 15 s to start may not suffice on a busy machine."""
     local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     if local:
         os.environ.setdefault("RAY_worker_niceness", "0")  # servers and replicas are not background work
@@ -106,23 +105,22 @@ def _connect(ray: Any, address: str) -> None:
 
 
 class RayLauncher:
-    """Places processes on the cluster that ``RAY_ADDRESS`` names; without it on a local one, which ends with it.
+    """Places processes on the cluster that this process is connected to, or that ``RAY_ADDRESS`` names.
 
-    Args:
-        address: of the cluster, in place of ``RAY_ADDRESS``; a cluster that this process is connected to is used.
+    Without either it starts a local cluster, which ends with it.
     """
 
-    def __init__(self, address: str | None = None) -> None:
+    def __init__(self) -> None:
         ray = self._ray = _ray()
         self._own = not ray.is_initialized()
         if self._own:
-            _connect(ray, address or os.environ.get("RAY_ADDRESS") or "local")
+            _connect(ray, os.environ.get("RAY_ADDRESS") or "local")
         self._actors: dict[str, Any] = {}
         self._nodes: dict[str, str] = {}
         self._cpus = 1.0
 
     def places(self, online: Online) -> Places:
-        """Has Ray choose a node for each process; ports are free ones of that node."""
+        """Let Ray choose a node for each process, and choose free ports on that node."""
         self._cpus = online.up.cpus
         kinds = names_of(online)
         self._actors = {name: self._make(name) for name in kinds}
@@ -140,7 +138,7 @@ class RayLauncher:
     def _make(self, name: str) -> Any:
         ray = self._ray
         options: dict[str, Any] = {"num_cpus": self._cpus, "max_restarts": 0}
-        if name in self._nodes:  # others know its address
+        if name in self._nodes:  # other processes use its address
             options["scheduling_strategy"] = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                 self._nodes[name], soft=False
             )
@@ -152,13 +150,13 @@ class RayLauncher:
         except self._ray.exceptions.GetTimeoutError:
             raise DeadlineError(
                 f"Ray found no place for {name} within {PLACE_S:g} s; does the cluster have {self._cpus:g} CPUs for "
-                f"each of the {len(self._actors)} processes? [up] cpus says how many it reserves"
+                f"each of the {len(self._actors)} processes? Set [up] cpus to reserve fewer"
             ) from None
         except self._ray.exceptions.RayError as error:
             raise PeerError(f"Ray could not place {name}: {error}") from error
 
     def start(self, process: Process, log: Log) -> RayProcess:
-        """Starts a process on its node. Raises `OSError` if the node is gone: others know it by that address."""
+        """Start a process on its node; `OSError` if the node is gone. It cannot move: others use its address."""
         ray, name = self._ray, process.name
         try:
             return RayProcess(self._actors[name], process.arguments, log)
@@ -167,7 +165,7 @@ class RayLauncher:
         try:
             return RayProcess(self._actors[name], process.arguments, log)
         except ray.exceptions.RayError as error:
-            raise OSError(f"the node of {name} is gone ({error}); start the system again to place it anew") from error
+            raise OSError(f"the node of {name} is gone ({error}); restart the system to use another node") from error
 
     def close(self) -> None:
         for actor in self._actors.values():

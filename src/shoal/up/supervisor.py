@@ -1,4 +1,4 @@
-"""`Supervisor`: starts the processes of a system, watches them, starts them again, and stops them in order."""
+"""`Supervisor`: starts, watches and restarts the processes of a system, and stops them in order."""
 
 from __future__ import annotations
 
@@ -27,34 +27,33 @@ from shoal.up.plan import Process, plan
 TICK_S = 0.1
 PROBE_S = 1.0
 SIGNAL_LINES = 3
-"""Lines of its log that are shown of a process that a signal ended; its log does not say why."""
+"""Log lines to show for a process that a signal ended, because its log does not contain the reason."""
 
-Tell = Callable[..., None]
-"""Is told of everything that happens: an event's name, the process, a sentence, and more."""
+Report = Callable[..., None]
+"""Receives every event: its name, the process, a sentence, and further fields."""
 
 
 class Supervisor:
-    """Keeps a system running until ``stop`` is set. `run` must be called on the main thread: children end with it.
+    """Keeps a system running until it is stopped. Call `run` on the main thread: children end with that thread.
 
     Args:
         online: the system.
-        launcher: where processes run.
-        tell: is told of each start, restart and failure, with its reason.
+        launcher: starts the processes.
+        report: receives each start, restart and failure, with its reason.
     """
 
-    def __init__(self, online: Online, launcher: Launcher, tell: Tell) -> None:
-        self._online, self._launcher, self._tell = online, launcher, tell
+    def __init__(self, online: Online, launcher: Launcher, report: Report) -> None:
+        self._online, self._launcher, self._report = online, launcher, report
         self._rules, self.folder = online.up, online.dir
         self.processes = plan(online, launcher.places(online))
         self._by_name = {process.name: process for process in self.processes}
         self.states = {process.name: State() for process in self.processes}
         self._running: dict[str, Running] = {}
-        self._told: set[str] = set()
+        self._terminated: set[str] = set()
         self._logs = {
             name: files.Log(files.log_path(self.folder, name), self._rules.log_bytes, self._rules.log_files)
             for name in self._by_name
         }
-        self._probes: dict[str, bool] = {}
         self._begun = time.time()
         self.ready_at: float | None = None
         self._written: Any = None
@@ -63,22 +62,22 @@ class Supervisor:
         self.page_url = ""
 
     def run(self, stop: threading.Event) -> int:
-        """0 if everything was stopped as it should, 1 if a process failed, 2 if its configuration was wrong."""
+        """Run until stopped. Returns 0 after an orderly stop, 1 if a process failed, 2 for a wrong configuration."""
         files.clear_requests(self.folder)
-        end_leftovers(self.folder, self._tell)
+        end_leftovers(self.folder, self._report)
         for process in self.processes:
-            self._tell("plan", process.name, process.command)
+            self._report("plan", process.name, process.command)
         page = open_page(self, self._online)
         self.page_url = page.url if page is not None else ""
         if page is not None:
-            self._tell("page", "", f"status page {page.url}", url=page.url)
+            self._report("page", "", f"status page {page.url}", url=page.url)
         try:
             while not self._over(stop):
                 self._look()
                 self._answer()
                 stopping = stop.is_set() or bool(self._why_stopping)
                 for action in decide.next_actions(
-                    self._rules, self.processes, self.states, self._told, stopping, time.monotonic()
+                    self._rules, self.processes, self.states, self._terminated, stopping, time.monotonic()
                 ):
                     self._do(action)
                 self._write()
@@ -98,10 +97,10 @@ class Supervisor:
         stopping = stop.is_set() or bool(self._why_stopping)
         return stopping and not any(state.phase in ALIVE for state in self.states.values())
 
-    # --- looking ------------------------------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Finds out who has ended and who is ready."""
+        """Check which processes have exited and which are ready."""
         for name, one in list(self._running.items()):
             code = one.poll()
             if code is not None:
@@ -118,7 +117,7 @@ class Supervisor:
     def _ended(self, name: str, code: int) -> None:
         now, before = time.monotonic(), self.states[name]
         del self._running[name]
-        self._told.discard(name)
+        self._terminated.discard(name)
         after = decide.exited(self._rules, self._by_name[name], before, code, now)
         self.states[name] = after
         tail = []
@@ -133,13 +132,13 @@ class Supervisor:
     def _answers(self, name: str) -> bool:
         try:
             url = self._by_name[name].probe
-            tls = ssl._create_unverified_context() if url.startswith("https:") else None  # it is our own process
+            tls = ssl._create_unverified_context() if url.startswith("https:") else None  # our own process
             with urllib.request.urlopen(url, timeout=PROBE_S, context=tls) as answer:
                 return answer.status == 200
         except (OSError, ValueError):
             return False
 
-    # --- doing --------------------------------------------------------------------------------------------------------
+    # --- actions ------------------------------------------------------------------------------------------------------
 
     def _do(self, action: Action) -> None:
         name, now = action.name, time.monotonic()
@@ -150,50 +149,50 @@ class Supervisor:
             try:
                 self._running[name] = self._launcher.start(self._by_name[name], self._logs[name])
             except OSError as error:
-                self.states[name] = replace(state, phase=Phase.FAILED, reason=f"it cannot be started: {error}")
+                self.states[name] = replace(state, phase=Phase.FAILED, reason=f"could not be started: {error}")
                 self._say("failed", name, self.states[name].reason)
-                self._why_stopping = self._why_stopping or f"{name} cannot be started"
+                self._why_stopping = self._why_stopping or f"{name} could not be started"
                 return
             self.states[name] = decide.started(state, now)
             self._say("start", name, f"started as process {self._running[name].pid}", pid=self._running[name].pid)
         elif action.do == "terminate":
             if state.phase != Phase.STOPPING:
                 self.states[name] = decide.asked(state, "stop", action.reason, now)
-            self._told.add(name)
+            self._terminated.add(name)
             self._running[name].terminate()
-            self._say("stopping", name, f"asked to end: {action.reason}")
+            self._say("stopping", name, f"stopping: {action.reason}")
         else:
             self.states[name] = replace(state, killed=state.phase == Phase.STOPPING)
             self._running[name].kill()
             self._say("kill", name, action.reason)
 
     def _answer(self) -> None:
-        """Does what others asked for."""
+        """Handle the requests of other commands."""
         for request, answer in files.requests(self.folder):
             verb, name = request.get("do"), request.get("name")
-            reason = str(request.get("reason") or f"somebody asked to {verb} it")
-            said: dict[str, Any] = {}
+            reason = str(request.get("reason") or f"request to {verb} it")
+            response: dict[str, Any] = {}
             if name not in self.states:
-                said["error"] = f"there is no process {name!r}; there are {', '.join(self.states)}"
+                response["error"] = f"there is no process {name!r}; there are {', '.join(self.states)}"
             elif verb == "restart" or (verb == "release" and self.states[name].phase in ENDED):
                 self.states[name] = decide.asked(self.states[name], "start", reason, time.monotonic())
             elif verb == "hold":
                 self.states[name] = decide.asked(self.states[name], "hold", reason, time.monotonic())
             elif verb != "release":
-                said["error"] = f"requests must be restart, hold or release, got {verb!r}"
-            if "error" not in said:
+                response["error"] = f"requests must be restart, hold or release, got {verb!r}"
+            if "error" not in response:
                 self._say("asked", str(name), reason)
             self._write()
-            write_whole(answer, json.dumps(said))
+            write_whole(answer, json.dumps(response))
 
     def _say(self, event: str, name: str, text: str, **more: Any) -> None:
-        """Tells what has happened, after others can read it in the state."""
+        """Report an event, after writing the state so that other commands can already read it."""
         self._write()
         self.events.append({"at": time.time(), "event": event, "name": name, "text": text})
-        self._tell(event, name, text, **more)
+        self._report(event, name, text, **more)
 
     def _write(self) -> None:
-        """Tells others where everything is, when that has changed."""
+        """Write the state for other commands if it has changed."""
         blocked = decide.blocked(self.processes, self.states)
         now = {
             name: (state.phase, state.reason or blocked.get(name, ""), state.restarts, self._pid(name))
@@ -209,7 +208,7 @@ class Supervisor:
         })  # fmt: skip
 
     def rows(self) -> list[dict[str, Any]]:
-        """What is known of each process."""
+        """The state of each process, for other commands."""
         blocked = decide.blocked(self.processes, self.states)
         return [self._row(process, blocked) for process in self.processes]
 
@@ -228,8 +227,8 @@ class Supervisor:
         }  # fmt: skip
 
 
-def end_leftovers(folder: str, tell: Tell) -> None:
-    """Ends processes of an earlier `shoal up` that was killed where they could not notice; usually there are none."""
+def end_leftovers(folder: str, report: Report) -> None:
+    """End processes that outlived an earlier `shoal up` that was killed; usually there are none."""
     try:
         state = files.read_state(folder)
     except Exception:
@@ -237,7 +236,7 @@ def end_leftovers(folder: str, tell: Tell) -> None:
     for row in state.get("processes", ()):
         pid = row.get("pid")
         if isinstance(pid, int) and _is_ours(pid, row.get("command", "")):
-            tell("leftover", row["name"], f"process {pid} of an earlier start is still there and is ended")
+            report("leftover", row["name"], f"ending process {pid}, which an earlier `shoal up` left")
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
             end = time.monotonic() + 10
@@ -248,7 +247,7 @@ def end_leftovers(folder: str, tell: Tell) -> None:
 
 
 def _is_ours(pid: int, command: str) -> bool:
-    """Whether a process with this number runs that very command."""
+    """Whether the process ``pid`` runs ``command``."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             given = file.read().decode(errors="replace").split("\0")

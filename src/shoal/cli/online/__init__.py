@@ -1,1 +1,1 @@
-"""Commands for a system that never stops: `shoal up` and `shoal rollback`."""
+"""Commands for online systems: `shoal up`, `shoal rollback`, `shoal join` and `shoal monitor`."""

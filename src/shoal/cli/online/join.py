@@ -1,4 +1,4 @@
-"""`shoal join`: impressions and later actions from two live streams, as training samples in a third."""
+"""`shoal join`: join impressions and later actions from two live streams into training samples in a third."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ from shoal.cli.shared.security_options import PortSecurity
 from shoal.cli.shared.stopping import stop_event
 from shoal.errors import UsageError
 
-_ABOUT = """Join impressions with the actions that come for them later, by key, within a window of event time.
+_ABOUT = """Join impressions with later actions on the same key, within a window of event time.
 
-Example, with this in join.toml:
-
+Example: shoal join join.toml, with this in join.toml:
   impressions = { from = "redis://localhost/impressions", key = "request" }
-
   actions = { from = "redis://localhost/actions", key = "request", kind = "kind" }
-
   labels.click.kinds = ["click"]
-
   window = "30m"
-
   state = "join-state"
-
   out = "redis://localhost/samples"
 
-messages {"request": "r1", "time": 1793491200, "user": "u7"} and {"request": "r1", "time": 1793491230, "kind": "click"}
-become {"request": "r1", "time": 1793491200, "user": "u7", "click": 1}, and impressions without a click become
-negatives after 30 minutes. Sources are redis://, kafka://, dir:FOLDER or - (standard input). To run it, type:
+Then the messages
+  {"request": "r1", "time": 1793491200, "user": "u7"}
+  {"request": "r1", "time": 1793491230, "kind": "click"}
 
-  shoal join join.toml
+become the sample
+  {"request": "r1", "time": 1793491200, "user": "u7", "click": 1}
 
-SIGTERM and Ctrl-C write a checkpoint and end. After a crash the same command continues: no sample is missing and none
-is written twice. docs/joining.md explains every setting. Exit codes: 0 stopped, or both inputs have ended; 1 failed;
-2 wrong usage or configuration."""
+and impressions without a click become negatives after 30 minutes. Sources are redis://, kafka://, dir:FOLDER or -
+(standard input). docs/joining.md explains every setting.
+
+SIGTERM and Ctrl-C write a checkpoint and exit. After a crash, run the same command to resume: no sample is lost and
+none is written twice.
+
+Exit codes: 0 stopped, or both inputs have ended; 1 failed; 2 wrong usage or configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,29 +49,28 @@ class Options:
     config: Path | None = None
     """TOML file with [impressions], [actions], [labels.NAME] and [join]."""
     state: str | None = None
-    """The folder for open impressions and checkpoints, in place of the one that the file names."""
+    """Folder for open impressions and checkpoints, instead of the one in the file."""
     to_end: bool = False
-    """Join what the inputs hold now, close all windows, and exit; for a backfill."""
+    """Join everything that is in the inputs now, close all windows, and exit; for a backfill."""
     every: float = 5.0
-    """Seconds between two lines of progress."""
+    """Seconds between lines of progress."""
     metrics_port: int | None = None
     """Port of the status page and /metrics, on 127.0.0.1; 0 picks a free one."""
     metrics: str | None = None
-    """The same as HOST:PORT, to be reached from other machines, which needs TLS and tokens."""
+    """The same as HOST:PORT, for access from other machines, which needs TLS and tokens."""
     json: bool = False
-    """One JSON line per report."""
+    """Print one JSON line per report."""
     security: PortSecurity = field(default_factory=PortSecurity)
 
 
 def main(argv: list[str]) -> int:
-    options = parse(Options, argv, "join", _ABOUT, positional="config")
-    return options if isinstance(options, int) else run(options)
+    return run(parse(Options, argv, "join", _ABOUT, positional="config"))
 
 
 def run(options: Options) -> int:
-    """Joins until SIGTERM or SIGINT, or until both inputs have ended."""
+    """Join until SIGTERM or SIGINT, or until both inputs have ended."""
     if options.config is None:
-        raise UsageError("give the file of the join: shoal join join.toml")
+        raise UsageError("CONFIG must be given: shoal join join.toml")
     from shoal.data.joining.config import load_join
     from shoal.data.joining.pump import Pump
     from shoal.data.live import open_writer, parse_address
@@ -126,7 +124,7 @@ WRONG = {
 
 
 class _Reports:
-    """What is printed while it runs."""
+    """Lines printed during the run."""
 
     def __init__(self, options: Options, pump: Any, out: str) -> None:
         self._options, self._pump, self._out = options, pump, out
@@ -179,12 +177,12 @@ class _Reports:
 
 
 def line(values: dict[str, Any], rate: float) -> str:
-    """One line of progress; what should be 0 is shown when it is not."""
+    """Format one line of progress; counts that should be 0 are shown only if they are not."""
     lag = f", {values['watermark_lag_s']:,.0f} s behind" if "watermark_lag_s" in values else ""
-    told = "".join(f", {values[name]:,} {text}" for name, text in WRONG.items() if values[name])
+    wrong = "".join(f", {values[name]:,} {text}" for name, text in WRONG.items() if values[name])
     dropped = f" ({values['negatives_dropped']:,} left out)" if values["negatives_dropped"] else ""
     return (
         f"{rate:,.0f} events/s, {values['samples']:,} samples: {values['positives']:,} positives, "
         f"{values['negatives']:,} negatives{dropped}; open {values['open_impressions']:,} "
-        f"({values['spilled']:,} on disk), {values['memory_bytes'] / 2**20:,.0f} MiB{lag}{told}"
+        f"({values['spilled']:,} on disk), {values['memory_bytes'] / 2**20:,.0f} MiB{lag}{wrong}"
     )

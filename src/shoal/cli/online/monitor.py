@@ -1,4 +1,4 @@
-"""`shoal monitor`: Prometheus' configuration, alert rules and a Grafana dashboard for what runs."""
+"""`shoal monitor`: a Prometheus configuration, alert rules and a Grafana dashboard for running processes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from pathlib import Path
 from shoal.cli.shared.arguments import parse
 from shoal.errors import ConfigError, UsageError
 
-DESCRIPTION = """Write what Prometheus and Grafana need to watch a system: prometheus.yml, alert rules and a dashboard.
+DESCRIPTION = """Write the files for Prometheus and Grafana: prometheus.yml, alert rules and a dashboard.
 
 Example, for a running `shoal up online.toml`:
-
   shoal monitor --up online.toml --write monitoring
-
   prometheus --config.file=monitoring/prometheus.yml
 
-or for processes by the addresses of their status pages:
-
+For processes given by the addresses of their status pages:
   shoal monitor --target 127.0.0.1:8501 127.0.0.1:9100 --write monitoring
 
-Import shoal-dashboard.json in Grafana. docs/operations.md says for each alert what it means and what to do."""
+Import shoal-dashboard.json in Grafana. docs/operations.md explains each alert and what to do about it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +27,17 @@ class Options:
     """Flags of `shoal monitor`."""
 
     write: Path | None = None
-    """Folder for the files; those of an earlier time are replaced."""
+    """Folder for the files; existing ones are replaced."""
     target: tuple[str, ...] = ()
-    """host:port of the metrics of each process."""
+    """host:port of each process's metrics."""
     up: Path | None = None
-    """The file of a `shoal up` that runs: its processes are found through its status page."""
+    """The file of a running `shoal up`, whose processes are discovered through its status page."""
     json: bool = False
-    """Print what was written as one line of JSON."""
+    """Print the written files as one line of JSON."""
 
 
 def main(argv: list[str]) -> int:
-    options = parse(Options, argv, "monitor", DESCRIPTION)
-    return options if isinstance(options, int) else monitor(options)
+    return monitor(parse(Options, argv, "monitor", DESCRIPTION))
 
 
 def monitor(options: Options) -> int:
@@ -49,7 +45,7 @@ def monitor(options: Options) -> int:
     from shoal.observe.security import split_address
 
     if options.write is None:
-        raise UsageError("where to? Give --write FOLDER; see shoal monitor --help")
+        raise UsageError("--write FOLDER must be given; see shoal monitor --help")
     for address in options.target:
         split_address(address)
     discovered = [] if options.up is None else [f"{_page_of(options.up)}targets.json"]
@@ -70,8 +66,8 @@ def _page_of(file: Path) -> str:
 
     folder = load_online(file).dir
     if holder(folder) is None:
-        raise ConfigError(f"--up {file}: `shoal up` does not run; start it first")
+        raise ConfigError(f"--up {file}: `shoal up` is not running; start it first")
     page = read_state(folder).get("page")
     if not page:
-        raise ConfigError(f'--up {file}: it has no status page, since [up] page is "off"; name processes by --target')
+        raise ConfigError(f'--up {file}: it has no status page, because [up] page is "off"; give processes by --target')
     return page

@@ -1,4 +1,4 @@
-"""`shoal rollback`: back to an earlier checkpoint, with trainer, parameter servers and replicas."""
+"""`shoal rollback`: return trainer, parameter servers and replicas to an earlier checkpoint."""
 
 from __future__ import annotations
 
@@ -12,25 +12,22 @@ from shoal.cli.shared.arguments import parse
 from shoal.cli.shared.console import print_json, print_table
 from shoal.errors import UsageError
 
-_ABOUT = """Bring a run back to an earlier checkpoint and begin to push from there.
+_ABOUT = """Roll a run back to an earlier checkpoint and push from there.
 
-CONFIG is the file of `shoal train` or `shoal up`. Example, which lists checkpoints and exported versions:
-
+CONFIG is the file of `shoal train` or `shoal up`. Example, to list checkpoints and exported versions:
   shoal rollback online.toml --list
 
-After the guard ([serve.guard]) has stopped the pushes, back to the newest checkpoint from before; or to any step:
-
+To return to the newest checkpoint from before the guard ([serve.guard]) stopped the pushes, or to any step:
   shoal rollback online.toml
-
   shoal rollback online.toml --to 12000
 
-Later checkpoints are moved into a folder before-DATE next to the others; nothing is deleted. Under `shoal up` the
-trainer is stopped and started again by this command. Without it stop the trainer first, and start it afterwards: it
-resumes from that checkpoint, brings the rows on parameter servers back to it, exports a version and sends every
-replica what differs.
+Later checkpoints are moved to a folder before-DATE next to the others; nothing is deleted. Under `shoal up` this
+command stops and restarts the trainer. Without `shoal up`, stop the trainer first and start it afterwards: it resumes
+from that checkpoint, restores the rows on parameter servers, exports a version and sends every replica the difference.
 
-Reading goes on behind the samples that were learnt since, so that bad ones are not learnt again; --replay reads them
-again. Exit codes: 0 done, 1 failed, 2 wrong usage: there is no such checkpoint, or a trainer runs."""
+Samples learnt since that checkpoint are skipped, so that bad ones are not learnt again; --replay reads them again.
+
+Exit codes: 0 success, 1 failed, 2 wrong usage: there is no such checkpoint, or the trainer is running."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,21 +39,19 @@ class Options:
     to: int | None = None
     """The step of the checkpoint; by default the newest one from before the guard stopped the pushes."""
     list: bool = False
-    """Show checkpoints and exported versions, and change nothing."""
+    """List checkpoints and exported versions; change nothing."""
     replay: bool = False
     """Read the samples since that checkpoint again."""
     timeout: float = 180.0
-    """Seconds that the trainer of `shoal up` may take to stop and to be ready again."""
+    """Seconds to wait for the trainer of `shoal up` to stop and be ready again."""
     json: bool = False
     """Print JSON."""
 
 
 def main(argv: list[str]) -> int:
     options = parse(Options, argv, "rollback", _ABOUT, positional="config")
-    if isinstance(options, int):
-        return options
     if options.config is None:
-        raise UsageError("give the file of the run: shoal rollback online.toml")
+        raise UsageError("CONFIG must be given: shoal rollback online.toml")
     from shoal.up.config import load_online
 
     online = load_online(options.config)
@@ -82,7 +77,8 @@ def _roll_back(options: Options, online: Any) -> Any:
 
     if holder(online.dir) is None:
         return now()
-    choose(saved_steps(online.checkpoints), read_trip(online.checkpoints), options.to)  # refuses before it stops anyone
+    # Fail here, if at all, before the trainer is stopped.
+    choose(saved_steps(online.checkpoints), read_trip(online.checkpoints), options.to)
     with held(online.dir, "trainer", "`shoal rollback`", timeout_s=options.timeout):
         return now()
 

@@ -1,7 +1,8 @@
-"""`shoal up`: a whole online system from one file, and what can be asked of one that runs."""
+"""`shoal up`: run a complete online system from one file, and control a running one."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,17 +17,15 @@ from typing import Any, Literal
 from shoal.cli.shared.arguments import Verbs, parse, run_verb
 from shoal.cli.shared.console import print_json, print_table
 from shoal.cli.shared.stopping import stop_event
-from shoal.errors import DeadlineError, UsageError
+from shoal.errors import ConfigError, DeadlineError, UsageError
 
-ABOUT = """Run a whole online system on this machine: parameter servers, trainer, replicas, from one file.
+ABOUT = """Run a complete online system on this machine from one file: parameter servers, trainer, replicas.
 
-Example, with clicks that are generated:
-
+Example, with generated clicks:
   shoal up --init try
-
   shoal up try/online.toml
 
-The file is a configuration of `shoal train` with sections for the other processes, all of them optional:
+The file is a `shoal train` configuration with optional sections for the other processes:
 
   [data]
   train = ["days/*.csv"]       # files, or a stream
@@ -43,31 +42,25 @@ The file is a configuration of `shoal train` with sections for the other process
   count = 2
   rest_port = 8501             # and 8502; without it the system chooses ports
 
-  [serve.guard]                # pushes stop by themselves when the model turns bad
+  [serve.guard]                # stops pushes when the model gets worse
   min_auc = 0.6
 
-Checkpoints, exports, registry, logs and state are in online.run next to the file, unless the file says otherwise.
-Each process is a command that you could type: --dry-run prints them. A process that dies is started again after a while
-that doubles each time; after 5 failures in a row ([up] max_restarts) it counts as failed. Ctrl-C or SIGTERM stops the
-trainer, which saves, then replicas, then servers. If `shoal up` itself is killed, its processes end with it.
+By default checkpoints, exports, registry, logs and state are in online.run next to the file. Each process is an
+ordinary command: --dry-run prints them. A process that dies is restarted after a delay that doubles each time; after
+5 failures in a row ([up] max_restarts) it counts as failed. Ctrl-C or SIGTERM stops the trainer, which saves a
+checkpoint, then replicas, then servers. If `shoal up` itself is killed, its processes end with it.
 
 While it runs, from another shell:
-
-  shoal up status online.toml            # who runs, since when, how often it was restarted, why
-
-  shoal up logs online.toml trainer      # the last lines; --follow for more as they come
-
+  shoal up status online.toml            # processes, uptimes, restarts and reasons
+  shoal up logs online.toml trainer      # the last lines; --follow keeps printing new ones
   shoal up restart online.toml replica-0
-
   shoal up stop online.toml
-
   shoal top --up online.toml             # rows, rates, lag, errors; the status page has their history
+  shoal rollback online.toml             # return to a checkpoint from before the guard tripped
 
-  shoal rollback online.toml             # back to a checkpoint from before the guard tripped
-
-Elsewhere: --on ray places the same processes on the Ray cluster that RAY_ADDRESS names, else a local one;
---write compose and --write k8s print files for Docker Compose and Kubernetes that name the same commands,
---write dockerfile the image.
+On other systems: --on ray runs the same processes on the Ray cluster at RAY_ADDRESS, or on a local one. --write compose
+and --write k8s print files for Docker Compose and Kubernetes with the same commands, --write dockerfile one for the
+image.
 
 Exit codes: 0 stopped, 1 a process failed, 2 wrong usage or configuration."""
 
@@ -79,74 +72,83 @@ class Start:
     config: Path = Path("online.toml")
     """The file that describes the system."""
     init: Path | None = None
-    """Write a folder with generated clicks and an online.toml to begin with."""
+    """Write a folder with generated clicks and a starter online.toml."""
     dry_run: bool = False
     """Print the commands and start nothing."""
     on: Literal["local", "ray"] = "local"
-    """Where the processes run."""
+    """Where to run the processes."""
     write: Literal["", "compose", "k8s", "dockerfile"] = ""
-    """Print a file for somebody else who runs the processes."""
+    """Print a file for another system that runs the processes."""
     image: str = "shoal:latest"
-    """Of --write: the container image."""
+    """With --write: the container image."""
     detach: bool = False
-    """Return when everything is ready, and leave it running."""
+    """Run in the background; return when everything is ready."""
     json: bool = False
-    """One JSON object per event on stdout."""
+    """Print one JSON object per event on stdout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """Shows the processes of a system.
+    """Show the processes of a system.
 
     Example: shoal up status online.toml
     """
 
     config: Path = Path("online.toml")
+    """The file that describes the system."""
     json: bool = False
     """Print the state as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """Stops a system that runs: trainer, replicas, servers, in this order.
+    """Stop a running system: trainer, replicas, servers, in this order.
 
     Example: shoal up stop online.toml
     """
 
     config: Path = Path("online.toml")
+    """The file that describes the system."""
     timeout: float = 300.0
-    """Seconds to wait for its end."""
+    """Seconds to wait for it to stop."""
     json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Logs:
-    """Shows the last lines that a process wrote.
+    """Show the last lines of a process's log.
 
     Example: shoal up logs online.toml trainer
     """
 
     config: Path = Path("online.toml")
+    """The file that describes the system."""
     name: str = ""
-    """The process; without it those of all."""
+    """Name of the process; all of them by default."""
     lines: int = 20
+    """Number of lines per process."""
     follow: bool = False
-    """Show more as it comes, until Ctrl-C."""
+    """Keep printing new lines until Ctrl-C."""
     json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """Stops a process and starts it again.
+    """Stop a process and start it again.
 
     Example: shoal up restart online.toml trainer
     """
 
     config: Path = Path("online.toml")
+    """The file that describes the system."""
     name: str = ""
+    """Name of the process."""
     timeout: float = 180.0
-    """Seconds that it may take to be ready again."""
+    """Seconds to wait for it to be ready again."""
     json: bool = False
+    """Print JSON."""
 
 
 def main(argv: list[str]) -> int:
@@ -158,8 +160,7 @@ def main(argv: list[str]) -> int:
     }
     if argv[:1] and argv[0] in verbs:
         return run_verb("up", "", verbs, argv)
-    options = parse(Start, argv, "up", ABOUT, positional="config")
-    return options if isinstance(options, int) else up(options)
+    return up(parse(Start, argv, "up", ABOUT, positional="config"))
 
 
 def up(options: Start) -> int:
@@ -236,11 +237,13 @@ def _teller(options: Start, online: Any) -> Callable[..., None]:
 
 
 def _detach(options: Start, online: Any) -> int:
-    """Starts the same command in the background and waits until it is ready."""
+    """Start the same command in the background and wait until it is ready."""
     from shoal.up.files import holder, log_path, read_state
 
     if (pid := holder(online.dir)) is not None:
-        raise UsageError(f"`shoal up` runs in {online.dir} already, as process {pid}; stop it with `shoal up stop`")
+        raise UsageError(
+            f"`shoal up` is already running in {online.dir} as process {pid}; stop it with `shoal up stop`"
+        )
     path = log_path(online.dir, "up")
     os.makedirs(os.path.dirname(path), exist_ok=True)
     begun = time.time()
@@ -257,9 +260,10 @@ def _detach(options: Start, online: Any) -> int:
             print("\n".join(Path(path).read_text(errors="replace").splitlines()[-12:]), file=sys.stderr)
             return code
         if holder(online.dir) == child.pid:
-            state = _state_of(read_state, online.dir)
-            if state.get("pid") == child.pid and state.get("ready"):
-                break
+            with contextlib.suppress(ConfigError):  # until the state is written
+                state = read_state(online.dir)
+                if state.get("pid") == child.pid and state.get("ready"):
+                    break
         if time.monotonic() > end:
             raise DeadlineError(f"not everything was ready in time; see {path} and `shoal up status {online.file}`")
         time.sleep(0.1)
@@ -268,19 +272,11 @@ def _detach(options: Start, online: Any) -> int:
     return 0
 
 
-def _state_of(read: Callable[[str], dict[str, Any]], folder: str) -> dict[str, Any]:
-    """The state; empty until there is one."""
-    try:
-        return read(folder)
-    except Exception:
-        return {}
-
-
-# --- of a system that runs --------------------------------------------------------------------------------------------
+# --- commands for a running system ------------------------------------------------------------------------------------
 
 
 def status(options: Status) -> int:
-    """0 where all processes are ready or done, 1 where not."""
+    """Print the processes; return 0 if all are ready or done, else 1."""
     from shoal.up.config import load_online
     from shoal.up.files import holder, read_state
 
@@ -310,7 +306,7 @@ def status(options: Status) -> int:
 
 
 def _guard(folder: str) -> dict[str, Any] | None:
-    """What the run's guard has to say; read without the trainer's libraries."""
+    """Read why the run's guard tripped, without importing the trainer's libraries."""
     try:
         return json.loads(Path(folder, "guard.json").read_text())
     except (OSError, ValueError):
@@ -331,7 +327,7 @@ def stop(options: Stop) -> int:
     folder = load_online(options.config).dir
     pid = holder(folder)
     if not pid:
-        print(json.dumps({"stopped": False}) if options.json else f"`shoal up` does not run in {folder}")
+        print(json.dumps({"stopped": False}) if options.json else f"`shoal up` is not running in {folder}")
         return 0
     os.kill(pid, signal.SIGTERM)
     end = time.monotonic() + options.timeout
@@ -348,7 +344,7 @@ def restart(options: Restart) -> int:
     from shoal.up.control import restart_process
 
     if not options.name:
-        raise UsageError("name the process: shoal up restart online.toml trainer")
+        raise UsageError("the process must be named: shoal up restart online.toml trainer")
     row = restart_process(load_online(options.config).dir, options.name, timeout_s=options.timeout)
     print(json.dumps(row) if options.json else f"{options.name} is {row['phase']}, process {row['pid']}")
     return 0
@@ -376,7 +372,7 @@ def logs(options: Logs) -> int:
         try:
             for name, line in follow(paths):
                 print(f"{name}: {line}" if len(paths) > 1 else line, flush=True)
-        except KeyboardInterrupt:  # how one leaves it
+        except KeyboardInterrupt:  # the normal end of --follow
             pass
     return 0
 

@@ -1,8 +1,9 @@
-"""Flags of a command from a dataclass, by tyro; wrong ones end with exit code 2."""
+"""Parse a command's flags into a dataclass with tyro; wrong flags raise ``SystemExit(2)``."""
 
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 import types
 import typing
@@ -10,13 +11,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from shoal.cli.shared.usage import usage_text
 from shoal.errors import did_you_mean, missing_extra
 
 T = TypeVar("T")
 Verbs = Mapping[str, tuple[type, Callable[[Any], int], tuple[str, ...]]]
-"""Verb -> (its options, what it does, the options that are given without a flag)."""
+"""Verb -> (dataclass of its options, function to call, names of positional options)."""
 
 _WORDS: dict[type, str] = {int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+_HIDDEN_DEFAULTS = ("None", "False", "''", "()")
 
 
 def parse(
@@ -26,43 +29,82 @@ def parse(
     description: str,
     positional: str | tuple[str, ...] = (),
     repeated: tuple[str, ...] = (),
-) -> T | int:
-    """The options, or an exit code where ``argv`` asked for help or was wrong.
+) -> T:
+    """Parse ``argv``; raise ``SystemExit`` if it asks for help or is wrong.
 
-    Groups of options lose their prefix; the fields named ``positional`` are given without a flag, those named
-    ``repeated`` with one flag for each value. Other lists take any number of values behind a flag, which may come
-    again.
+    Fields of nested dataclasses become flags without a prefix. Fields in ``positional`` are given without a flag, those
+    in ``repeated`` with one flag per value. Other lists take any number of values after a flag, which can be repeated.
     """
     try:
         import tyro
     except ImportError:
         raise missing_extra("tyro", "cli") from None
-    hints = _hints(options)
     positional = (positional,) if isinstance(positional, str) else positional
+    args = merge_lists(argv, _annotate(options, positional, repeated))
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    return tyro.cli(options, args=args, prog=f"shoal {prog}", description=_paragraphs(description), config=config)
+
+
+def _annotate(options: type, positional: tuple[str, ...] = (), repeated: tuple[str, ...] = ()) -> set[str]:
+    """Annotate the fields for tyro; return the list flags that `merge_lists` merges."""
+    import tyro
+
+    lists: set[str] = set()
+    hints, texts = _hints(options), _help_texts(options)
     for field in dataclasses.fields(options):  # pyrefly: ignore[bad-argument-type]
-        kind = _optional(hints[field.name], field.default) or hints[field.name]
-        if field.name in positional:
+        name, hint = field.name, hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            lists |= _annotate(hint)  # pyrefly: ignore[bad-argument-type]
+            continue
+        is_list = _is_list(hint) and name not in repeated
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        hide_default = repr(field.default) in _HIDDEN_DEFAULTS or (is_list and required)
+        placeholder = name.upper() + " ..." * is_list
+        shown = tyro.conf.arg(
+            help=texts.get(name),
+            help_behavior_hint="" if hide_default and name not in repeated else None,
+            metavar=None if name not in positional else placeholder if required else f"[{placeholder}]",
+        )
+        kind: Any = Annotated[_optional(hint, field.default) or hint, shown]
+        if name in positional:
             kind = tyro.conf.Positional[kind]
-        elif field.name in repeated:
+        elif name in repeated:
             kind = tyro.conf.UseAppendAction[kind]
-        options.__annotations__[field.name] = kind
-    lists = {f"--{name.replace('_', '-')}" for name in hints if name not in repeated and _is_list(hints[name])}
-    try:
-        config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-        args = merge_lists(argv, lists)
-        return tyro.cli(options, args=args, prog=f"shoal {prog}", description=description, config=config)
-    except SystemExit as stop:
-        return exit_code(stop.code)
+        elif is_list:
+            lists.add(f"--{name.replace('_', '-')}")
+        options.__annotations__[name] = kind
+    return lists
+
+
+def _paragraphs(text: str) -> str:
+    """Prepare a description for tyro, which only joins lines that start with a letter.
+
+    Wrapped lines are joined, and blank lines before indented ones, which tyro would double, are removed.
+
+    >>> _paragraphs("Read\\n--all.\\n\\nexamples:\\n\\n  one\\n\\n  two\\n\\nThe end.")
+    'Read --all.\\n\\nexamples:\\n  one\\n  two\\n\\nThe end.'
+    """
+    text = re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+    return re.sub(r"\n\n+(?= )", "\n", text)
 
 
 @functools.cache
 def _hints(options: type) -> dict[str, Any]:
-    """The types of the fields as they were written, before `parse` changed them."""
+    """Return the fields' declared types, before `parse` changed them."""
     return typing.get_type_hints(options, include_extras=True)
 
 
+@functools.cache
+def _help_texts(options: type) -> dict[str, str]:
+    """Return the fields' docstrings, each as one line; tyro would keep the breaks before indented lines."""
+    from docstring_parser import parse_from_object  # a dependency of tyro
+
+    found = (one for kind in reversed(options.__mro__[:-1]) for one in parse_from_object(kind).params)
+    return {one.arg_name: " ".join((one.description or "").split()) for one in found}
+
+
 def _optional(hint: Any, default: Any) -> Any:
-    """The type of a setting that may be left out, without its None; None for other types."""
+    """Return the annotated type of an optional setting, without None in its help; None for other types."""
     import tyro
 
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
@@ -80,16 +122,21 @@ def _optional(hint: Any, default: Any) -> Any:
             is_instance=lambda value: value is None or isinstance(value, tuple),
             str_from_instance=lambda value: list(value or ()),
         )  # fmt: skip
+    elif typing.get_origin(kind) is typing.Literal:
+        spec = tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1, metavar="{" + ",".join(typing.get_args(kind)) + "}", instance_from_str=lambda texts: texts[0],
+            is_instance=lambda value: True, str_from_instance=lambda value: [str(value)], choices=typing.get_args(kind),
+        )  # fmt: skip
     else:
         return None
-    return Annotated[hint, spec, tyro.conf.arg(help_behavior_hint="")]
+    return Annotated[hint, spec]
 
 
 def _one(kind: Any, text: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ValueError(f"it must be {_WORDS[kind]}, got {text!r}") from None
+        raise ValueError(f"must be {_WORDS[kind]}, got {text!r}") from None
 
 
 def _is_list(hint: Any) -> bool:
@@ -98,7 +145,7 @@ def _is_list(hint: Any) -> bool:
 
 
 def merge_lists(argv: list[str], flags: set[str]) -> list[str]:
-    """``argv`` with the values of a list that is given in several places brought together at the first.
+    """Move all values of a repeated list flag to its first occurrence.
 
     >>> merge_lists(["--set", "a", "b", "--json", "--set=c"], {"--set"})
     ['--set', 'a', 'b', 'c', '--json']
@@ -129,28 +176,15 @@ def merge_lists(argv: list[str], flags: set[str]) -> list[str]:
 
 
 def run_verb(prog: str, about: str, verbs: Verbs, argv: list[str], repeated: tuple[str, ...] = ()) -> int:
-    """Runs ``argv[0]`` of ``verbs`` with its own flags; without one it shows what there is."""
+    """Run the verb ``argv[0]`` with its flags; print the list of verbs if there is none."""
+    lines = {name: (kind.__doc__ or "").splitlines()[0] for name, (kind, *_) in verbs.items()}
+    usage = usage_text(f"{prog} VERB", lines, about, f"`shoal {prog} VERB --help` describes a verb.")
     if not argv or argv[0] in ("-h", "--help"):
-        print(verbs_usage(prog, about, verbs))
+        print(usage)
         return 0 if argv else 2
     if argv[0] not in verbs:
-        hint = did_you_mean(argv[0], verbs)
-        print(f"shoal {prog}: there is no {argv[0]!r}{hint}\n\n{verbs_usage(prog, about, verbs)}", file=sys.stderr)
+        print(f"shoal {prog}: there is no verb {argv[0]!r}{did_you_mean(argv[0], verbs)}\n\n{usage}", file=sys.stderr)
         return 2
     options, call, positional = verbs[argv[0]]
     about = inspect.cleandoc(options.__doc__ or "")
-    parsed = parse(options, argv[1:], f"{prog} {argv[0]}", about, positional, repeated)
-    return parsed if isinstance(parsed, int) else call(parsed)
-
-
-def verbs_usage(prog: str, about: str, verbs: Verbs) -> str:
-    width = max(map(len, verbs))
-    lines = [f"  {name:<{width}}  {(kind.__doc__ or '').splitlines()[0]}" for name, (kind, *_) in verbs.items()]
-    return "\n".join(
-        [f"usage: shoal {prog} VERB [options]", "", *lines, "", about, "", f"`shoal {prog} VERB --help` explains one."]
-    )
-
-
-def exit_code(code: Any) -> int:
-    """What a ``SystemExit`` means to a shell."""
-    return code if isinstance(code, int) else 0 if code is None else 2
+    return call(parse(options, argv[1:], f"{prog} {argv[0]}", about, positional, repeated))

@@ -1,4 +1,4 @@
-"""What commands print with: tables for people, JSON for machines, progress on a terminal alone."""
+"""Output of commands: tables, JSON, and progress that only a terminal shows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import missing_extra
+from shoal.observe.finite import finite
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Colours and the terminal's width where there is one; plain text of 120 columns elsewhere."""
+    """Make a console with the terminal's colours and width, or plain text of 120 columns without a terminal."""
     try:
         from rich.console import Console
     except ImportError:
@@ -29,12 +31,12 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document; NaN and infinity, which JSON does not have, become null."""
-    print(json.dumps(_finite(value), indent=1, default=str))
+    """Print one JSON document; NaN and infinity become null."""
+    print(json.dumps(finite(value), indent=1, default=str))
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """The first ``left`` columns are words, the others numbers."""
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], left: int = 1) -> None:
+    """Print a table with the first ``left`` columns aligned left and the others right. Text is shown literally."""
     from rich.table import Table
     from rich.text import Text
 
@@ -42,13 +44,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # names are text, whatever brackets they hold
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     make_console().print(table)
 
 
 @contextmanager
 def counting(what: str) -> Iterator[Callable[[int], None]]:
-    """A function that takes how many more there are; shows the sum on stderr if that is a terminal."""
+    """Yield a function to call with increments; the sum is shown on stderr if it is a terminal."""
     if not sys.stderr.isatty():
         yield lambda n: None
         return
@@ -68,21 +70,11 @@ def counting(what: str) -> Iterator[Callable[[int], None]]:
 
 
 def show_bytes(n: float) -> str:
-    """``1.5 GB``."""
+    """Format as in ``1.5 GB``."""
     power = min(len(_UNITS) - 1, max(0, int(math.log10(max(1.0, abs(n))) // 3)))
     return f"{n:.0f} B" if power == 0 else f"{n / 1000**power:.3g} {_UNITS[power]}"
 
 
 def show_time(seconds: int | None) -> str:
-    """UTC, to the second; 0 means that the time is unknown."""
+    """Format a time in UTC to the second; ``-`` if it is unknown (0 or None)."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds)) if seconds else "-"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return value

@@ -14,13 +14,14 @@ from shoal.observe.security import ServerSecurity
 
 
 class Counted(Shown):
-    """A process that is shown by a handful of figures.
+    """A status page and metrics from a few figures.
 
     Args:
-        title: of the page.
-        read: the figures of now by name.
-        counters: those that only rise.
-        wrong: those that should be 0.
+        title: The page's title.
+        read: Returns the current figures by name.
+        counters: Figures that only increase.
+        wrong: Figures that should be 0; shown as warnings if they are not.
+        units: Units of figures that are not plain counts.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ def _words(name: str) -> str:
 def serve_metrics(
     port: int | None, shown: Shown, security: ServerSecurity, *, as_json: bool, at: str | None = None
 ) -> Callable[[], None]:
-    """Serves them on 127.0.0.1, or ``at`` a host:port, and prints where; without either does nothing. What ends it."""
+    """Serve on ``port`` of 127.0.0.1, or ``at`` a host:port, if one is given; return the function that stops it."""
     if at is None and port is None:
         return lambda: None
     if at is not None and not at.rpartition(":")[0]:
         raise ConfigError(f"--metrics must be HOST:PORT, got {at!r}")
     if port is not None and not 0 <= port < 1 << 16:
-        raise ConfigError(f"--metrics-port must be 0 (any that is free) to 65535, got {port}")
+        raise ConfigError(f"--metrics-port must be in 0..65535 (0 picks a free port), got {port}")
     served = HttpPort(at if at is not None else f"127.0.0.1:{port}", shown, security).start()
     print(json.dumps({"metrics": served.address}) if as_json else f"status page {served.url}", flush=True)
     return served.stop

@@ -1,4 +1,4 @@
-"""The flags of model servers for logs, traces and rates."""
+"""Flags of model servers for logs, traces and rate limits."""
 
 import os
 from collections.abc import Iterator
@@ -12,26 +12,26 @@ from shoal.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class ObserveOptions:
-    """What is told of requests, and how many callers may make."""
+    """Logs and traces of requests, and rate limits."""
 
     access_log: Path | None = None
-    """Append one JSON line per request to this file (- for standard error): a share of those that went well, and those
-    that failed. It may be moved away at any time."""
+    """Append one JSON line per request to this file (- for standard error): failures, up to a limit, and a share of the
+    successes. The file can be rotated at any time."""
     access_share: float = 0.01
-    """The share of requests in the access log, from 0 to 1."""
+    """The share of successful requests in the access log, from 0 to 1."""
     audit_log: Path | None = None
-    """Append a JSON line for each push, reload and load of a version to this file; they are in the log in any case."""
+    """Append a JSON line for each push, reload and version load to this file, in addition to the log."""
     trace: str | None = None
-    """Send traces to this OTLP receiver, such as http://127.0.0.1:4318; by default OTEL_EXPORTER_OTLP_ENDPOINT. Needs
+    """Send traces to this OTLP receiver, such as http://127.0.0.1:4318; default: OTEL_EXPORTER_OTLP_ENDPOINT. Needs
     pip install 'shoal[otel]'."""
     trace_share: float = 0.01
-    """Of requests that bring no trace context, the share that begins a trace; those with one follow its decision."""
+    """The share of requests without a trace context that start a trace; a request with one follows its decision."""
     rate_limit: tuple[str, ...] = ()
-    """N, or CALLER=N: requests per second that each caller, or this one, may make; 0 for as many as it likes. A caller
-    is the name of a token or certificate, else an IP address."""
+    """N or CALLER=N: requests per second allowed for each caller, or for this one; 0 for no limit. A caller is the name
+    of a token or certificate, or else an IP address."""
 
     def rates(self) -> tuple[float, dict[str, float]]:
-        """(limit of each caller, caller -> limit)"""
+        """Return (limit of callers that are not named, caller -> limit)."""
         every, named = 0.0, {}
         for each in self.rate_limit:
             name, _, number = each.rpartition("=")
@@ -49,7 +49,7 @@ class ObserveOptions:
 
     @contextmanager
     def opened(self, service: str) -> Iterator[dict[str, Any]]:
-        """The arguments of a ``ModelServer`` for logs and rates; audit and traces are written while the block lasts."""
+        """Yield ``ModelServer`` arguments for logs and rates; audit log and traces are written until the block ends."""
         from shoal.observe import audit
         from shoal.observe.lines import AccessLog
         from shoal.observe.tracing import start_exporting
@@ -63,7 +63,7 @@ class ObserveOptions:
             yield {"access_log": access, "rate_limit": limit, "rate_limits": limits}
         finally:
             if traces is not None:
-                traces.shutdown()  # the last spans are sent
+                traces.shutdown()  # sends the last spans
             if lines is not None:
                 audit.end_file(lines)
             if access is not None:

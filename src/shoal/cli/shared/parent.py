@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it, so that a supervisor that is killed leaves nothing behind."""
+"""Ending a process together with its parent, so that a killed supervisor leaves no processes behind."""
 
 import ctypes
 import os
@@ -6,15 +6,16 @@ import signal
 import sys
 
 VARIABLE = "SHOAL_PARENT"
-"""The pid of the process that watches this one, in its environment."""
+"""Environment variable with the pid of the parent."""
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Where the environment names this process's parent: has the kernel kill this process when the parent ends.
+    """If the environment names a parent, have the kernel kill this process when that parent ends.
 
-    SIGKILL, because whoever is still running then cannot count on the others; what was acknowledged is on the disk.
-    What this process starts gets it as its parent. On systems other than Linux the next `shoal up` ends what is left.
+    The signal is SIGKILL: the other processes end too, and everything acknowledged is on disk. For children of this
+    process, the environment names this process. On systems other than Linux, the next `shoal up` ends leftover
+    processes.
     """
     parent = os.environ.get(VARIABLE, "")
     if not parent.isdecimal() or sys.platform != "linux":
@@ -22,7 +23,7 @@ def die_with_parent() -> None:
     os.environ[VARIABLE] = str(os.getpid())
     if os.getppid() == int(parent):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent) and not _alive(int(parent)):  # also where it ended before we asked
+    if os.getppid() != int(parent) and not _alive(int(parent)):  # it may have ended before prctl
         raise SystemExit(1)
 
 

@@ -1,4 +1,4 @@
-"""The security flags that commands share."""
+"""Security flags that commands share."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Certificates:
-    """What callers of a port must show. Beyond this machine it must have TLS, and tokens or a client CA."""
+    """TLS and tokens of a port. Off loopback it needs TLS, and tokens or a client CA."""
 
     tls_cert: Path | None = None
     """The server's certificate chain (PEM)."""
     tls_key: Path | None = None
-    """Its private key (PEM)."""
+    """The server's private key (PEM)."""
     tls_client_ca: Path | None = None
-    """Callers must show a certificate that this CA signed."""
+    """CA (PEM) that must have signed the certificates of callers."""
     tokens: Path | None = None
-    """File of lines 'identity token'; calls must carry one of the tokens."""
+    """File with lines 'identity token'; callers must send one of the tokens."""
 
     def build(self, *, allow_insecure: bool = False, pushers: tuple[str, ...] = ()):
         from shoal.observe.security import ServerSecurity, token_file
@@ -32,10 +32,10 @@ class Certificates:
 
 @dataclass(frozen=True, kw_only=True)
 class PortSecurity(Certificates):
-    """The same, with a way around."""
+    """TLS and tokens of a port, with a way to go without."""
 
     allow_insecure: bool = False
-    """Listen off loopback without TLS or tokens all the same."""
+    """Listen off loopback even without TLS or tokens."""
 
     def build(self):  # pyrefly: ignore
         return super().build(allow_insecure=self.allow_insecure)
@@ -43,12 +43,12 @@ class PortSecurity(Certificates):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSecurity(Certificates):
-    """What callers must show."""
+    """TLS and tokens of a model server."""
 
     pusher: tuple[str, ...] = ()
-    """Identities that may push rows; without any, every accepted caller may."""
+    """Identities that are allowed to push rows; by default every accepted caller is."""
     allow_insecure: bool = False
-    """Listen off loopback without TLS or tokens all the same."""
+    """Listen off loopback even without TLS or tokens."""
 
     def build(self):  # pyrefly: ignore
         return super().build(allow_insecure=self.allow_insecure, pushers=self.pusher)
@@ -56,19 +56,20 @@ class ServeSecurity(Certificates):
 
 @dataclass(frozen=True, kw_only=True)
 class CallSecurity:
-    """What this process shows to servers."""
+    """Credentials that this process presents to servers."""
 
     tls_ca: Path | None = None
-    """CA that servers' certificates are checked by (PEM)."""
+    """CA (PEM) to verify servers' certificates with."""
     tls_cert: Path | None = None
-    """Own certificate, where servers want one."""
+    """Client certificate (PEM), if servers require one."""
     tls_key: Path | None = None
+    """Its private key (PEM)."""
     token_file: Path | None = None
-    """File that holds the bearer token."""
+    """File with the bearer token."""
     server_name: str = ""
-    """Name that servers' certificates carry, when it is not the one dialled."""
+    """Name in the servers' certificates, if it differs from the address."""
     allow_insecure: bool = False
-    """Send the token off loopback without TLS all the same."""
+    """Send the token off loopback even without TLS."""
 
     def build(self):
         from shoal.serving.security import ClientSecurity

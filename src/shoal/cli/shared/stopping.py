@@ -11,25 +11,25 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @contextlib.contextmanager
 def stop_event() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set, as long as the block lasts. To be entered on the main thread.
+    """Yield an event that SIGTERM and SIGINT set until the block ends. Call it on the main thread.
 
-    A thread of its own sets it. Python runs handlers on the main thread, and that does not wake from a wait for a
-    signal which the kernel gave to another thread, as it may after SIGSTOP and SIGCONT; it may also hold the very lock
-    that setting the event needs.
+    A separate thread sets the event, because Python runs handlers on the main thread. That thread does not wake from a
+    wait when the kernel delivers the signal to another thread, as it can after SIGSTOP and SIGCONT, and it might hold
+    the lock that setting the event needs.
     """
     stop = threading.Event()
-    heard, said = socket.socketpair()
-    said.setblocking(False)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
 
     def listen() -> None:
         with contextlib.suppress(OSError):
-            while number := heard.recv(1):
+            while number := receiver.recv(1):
                 if number[0] in SIGNALS:
                     stop.set()
 
     thread = threading.Thread(target=listen, name="shoal-signals", daemon=True)
     thread.start()
-    pipe = signal.set_wakeup_fd(said.fileno(), warn_on_full_buffer=False)
+    pipe = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     try:
         yield stop
@@ -37,6 +37,6 @@ def stop_event() -> Iterator[threading.Event]:
         for number, handler in handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         signal.set_wakeup_fd(pipe)
-        said.close()
+        sender.close()
         thread.join(10)
-        heard.close()
+        receiver.close()

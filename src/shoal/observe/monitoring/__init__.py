@@ -1,4 +1,4 @@
-"""Prometheus' configuration, alert rules and a Grafana dashboard for a running system."""
+"""A Prometheus configuration, alert rules and a Grafana dashboard for a running system."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ ALERTS, DASHBOARD, CONFIG = "shoal-alerts.yml", "shoal-dashboard.json", "prometh
 
 _HEAD = """\
 # prometheus --config.file={config}
-# Written by `shoal monitor`; run it again when processes have moved.
+# Written by `shoal monitor`; run it again if the addresses of processes change.
 global:
   scrape_interval: 15s
   evaluation_interval: 15s
@@ -26,21 +26,21 @@ _SECURE = """\
 
 
 def alert_rules() -> str:
-    """The alert rules, as Prometheus reads them."""
+    """The alert rules in Prometheus' format."""
     return (HERE / "alerts.yml").read_text()
 
 
 def dashboard() -> str:
-    """The dashboard, as Grafana imports it."""
+    """The dashboard in Grafana's import format."""
     return (HERE / "dashboard.json").read_text()
 
 
 def prometheus_config(targets: Sequence[str], discovered: Sequence[str] = ()) -> str:
-    """A configuration that reads the metrics of processes.
+    """A Prometheus configuration that scrapes the given processes.
 
     Args:
-        targets: their ``host:port``.
-        discovered: URLs of lists of processes, as the page of `shoal up` has one.
+        targets: the processes' ``host:port``.
+        discovered: URLs that list processes, such as the one on the page of `shoal up`.
     """
     lines = [_HEAD.format(config=CONFIG, alerts=ALERTS), _SECURE]
     if targets or not discovered:
@@ -51,7 +51,7 @@ def prometheus_config(targets: Sequence[str], discovered: Sequence[str] = ()) ->
 
 
 def write(folder: Path, targets: Sequence[str], discovered: Sequence[str] = ()) -> list[Path]:
-    """Writes all three files into a folder, over those that are there; their paths."""
+    """Write all three files into a folder, replacing existing ones; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {CONFIG: prometheus_config(targets, discovered), ALERTS: alert_rules(), DASHBOARD: dashboard()}
     for name, text in content.items():

@@ -1,4 +1,4 @@
-"""Writes the `*_pb2.py` and `*_pb2.pyi` of this folder: `python -m shoal.proto.serving.generate` with grpcio-tools."""
+"""`python -m shoal.proto.serving.generate` writes `*_pb2.py` and `*_pb2.pyi` in this folder; it needs grpcio-tools."""
 
 import sys
 from pathlib import Path

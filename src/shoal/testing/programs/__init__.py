@@ -1,1 +1,1 @@
-"""Programs of others that tests run."""
+"""Third-party programs that tests run."""

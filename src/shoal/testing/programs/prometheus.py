@@ -23,12 +23,12 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def prometheus_unavailable() -> str:
-    """Why no Prometheus can be started here; empty where one can."""
+    """Why no Prometheus can be started here; empty if one can."""
     return "" if shutil.which("prometheus") else "there is no prometheus: apt-get install prometheus"
 
 
 def faster(rules: str, factor: float) -> str:
-    """Alert rules whose spans of time are shorter, at least three seconds: ``for: 5m`` with 60 is ``for: 5s``.
+    """Divide the durations in alert rules, to at least three seconds: ``for: 5m`` with 60 becomes ``for: 5s``.
 
     >>> faster("expr: rate(a[5m]) > 0\\nfor: 1h", 60)
     'expr: rate(a[5s]) > 0\\nfor: 60s'
@@ -42,13 +42,13 @@ def faster(rules: str, factor: float) -> str:
 
 
 class Prometheus:
-    """A Prometheus in a process of its own.
+    """A Prometheus server process.
 
     Args:
         folder: for its files.
         targets: ``host:port`` of the processes that it reads.
-        discovered: URLs of lists of processes.
-        faster_by: divides the spans of time of the rules.
+        discovered: URLs that list processes.
+        faster_by: divides the durations in the rules.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Prometheus:
                 time.sleep(0.1)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The samples of an expression now: ``metric`` and ``value`` each.
+        """Return the current samples of an expression, each with ``metric`` and ``value``.
 
         Raises:
             ValueError: the expression is wrong.
@@ -95,7 +95,7 @@ class Prometheus:
         return data["result"]
 
     def firing(self) -> dict[str, dict[str, str]]:
-        """Alert -> labels, of those that fire."""
+        """Return the firing alerts: name -> labels."""
         found = self._ask("alerts")["alerts"]
         return {each["labels"]["alertname"]: each["labels"] for each in found if each["state"] == "firing"}
 

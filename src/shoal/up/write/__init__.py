@@ -1,1 +1,1 @@
-"""Files for others who run the same processes: Docker Compose, Kubernetes, and the image for both."""
+"""Writes files that run the same processes on Docker Compose or Kubernetes, and a Dockerfile for their image."""

@@ -24,7 +24,7 @@ def text(online: Online, image: str) -> str:
 
 
 def document(online: Online, image: str) -> dict[str, Any]:
-    """What the file says."""
+    """The content of the file."""
     file = f"./{os.path.basename(online.file)}"
     return {
         "services": {process.name: _service(online, process, image, file) for process in containers(online)},

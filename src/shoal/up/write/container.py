@@ -1,4 +1,4 @@
-"""The processes of a system as they are in containers: one volume for all, ports that are known, names as hosts."""
+"""The processes of a system in containers: one shared volume, fixed ports, process names as hosts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _PORTS: Mapping[str, int] = {"rows": 7100, "http": 9100, "grpc": 8500, "rest": 8
 
 
 def containers(online: Online) -> list[Process]:
-    """The same commands as `shoal up` runs, in containers that are named like the processes.
+    """The commands that `shoal up` runs, in containers named after the processes.
 
     Raises:
-        ConfigError: containers reach each other over a network, which the file must allow; or it needs a path that
-            no container has.
+        ConfigError: the file does not allow traffic over a network, or uses a path that containers do not have.
     """
     _check(online)
     inside = replace(
@@ -41,17 +40,17 @@ def _place(name: str, kind: Kind) -> Place:
 
 
 def _without(online: Online, section: str) -> dict[str, object]:
-    """A section without the folders of this machine: in containers they are in the volume."""
+    """A section without this machine's folders; in containers, they are in the volume."""
     given = online.content.get(section)
     return {key: value for key, value in dict(given or {}).items() if key not in ("dir", "registry", "state")}
 
 
 def _check(online: Online) -> None:
-    check_network(online, "containers talk over a network")
+    check_network(online, "containers communicate over a network")
     for name in _addresses(online):
         if re.match(r"\w+://(?:[^/@]*@)?(?:localhost|127\.)", name):
             raise ConfigError(
-                f"{online.file}: {name} is the container itself; name the broker's host as the containers know it"
+                f"{online.file}: in a container, {name} is the container itself; use the broker's name in that network"
             )
     out = online.given("join", "out")
     if isinstance(out, str) and out.startswith("dir:"):
@@ -60,7 +59,7 @@ def _check(online: Online) -> None:
         if os.path.isabs(name):
             raise ConfigError(
                 f"{online.file}: [data] has the path {name}, which a container does not have; use a stream, or a path "
-                f"relative to the file: it is looked for in {os.path.dirname(CONFIG)} and can be mounted there"
+                f"relative to the file, and mount it in {os.path.dirname(CONFIG)}"
             )
 
 

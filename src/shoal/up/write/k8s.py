@@ -12,9 +12,9 @@ from shoal.up.write.yaml import dump
 
 _HEADER = """\
 # Written by `shoal up {file} --write k8s`.
-#   shoal up --write dockerfile > Dockerfile; docker build -t {image} .    (and push it where the cluster finds it)
+#   shoal up --write dockerfile > Dockerfile; docker build -t {image} .    (and push it to the cluster's image registry)
 #   kubectl apply -f online.yaml
-# The volume must be one that several pods can write (ReadWriteMany). Kubernetes restarts what ends.
+# Several pods must be able to write the volume (ReadWriteMany). Kubernetes restarts processes that end.
 """
 
 
@@ -42,7 +42,7 @@ def documents(online: Online, image: str) -> list[dict[str, Any]]:
 
 
 def _service(process: Process, name: str) -> dict[str, Any]:
-    """The process's name as a host; without an address of its own, so that it is there before the pod is ready."""
+    """A headless service that makes the process's name a host, even before the pod is ready."""
     ports = [{"name": port, "port": number} for port, number in process.ports.items()]
     return {
         "apiVersion": "v1", "kind": "Service", "metadata": {"name": process.name, "labels": {"app": name}},
@@ -88,6 +88,6 @@ def _labels(process: Process, name: str) -> dict[str, str]:
 
 
 def _name(model: str) -> str:
-    """A model's name as Kubernetes takes it: lower case letters, digits and dashes."""
+    """A model's name in the form Kubernetes accepts: lower case letters, digits and dashes."""
     plain = "".join(c if c.isalnum() and c.isascii() else "-" for c in model.lower()).strip("-")
     return plain[:40] or "shoal"

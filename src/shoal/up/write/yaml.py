@@ -1,4 +1,4 @@
-"""Plain values as YAML, without a library: mappings and lists in blocks, texts as JSON has them, which is YAML, too."""
+"""Writes plain values as YAML without a library: dicts and lists as blocks, strings as JSON, which is valid YAML."""
 
 from __future__ import annotations
 
