@@ -1,4 +1,4 @@
-"""Fixtures with brokers: a conftest imports them; one of each kind per module."""
+"""Fixtures with brokers, one of each kind per module; a conftest imports them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Certificates of a CA of our own, made by openssl."""
+"""Certificates of a test CA, made with openssl."""
 
 import shutil
 import subprocess

@@ -12,10 +12,13 @@ from shoal.sharded.placement.local import LocalServers
 from shoal.testing import ranks
 from shoal.testing.commands import Command
 
-# What tests write is in memory where there is room: they save often, and a disk makes each save wait.
+# Tests write to memory if there is room: they save often, and on a disk each save would wait.
 MEMORY, ROOM_BYTES = "/dev/shm", 6 << 30
 if os.path.isdir(MEMORY) and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
+
+# AMX instructions do not work in every virtual machine that announces them; torch would fail there.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 # The same examples on every run, so that a failure belongs to the change it came with; new ones are searched for with
 # HYPOTHESIS_PROFILE=thorough.
@@ -57,7 +60,7 @@ def random_tensors_do_not_depend_on_the_tests_before():
 @pytest.fixture(autouse=True)
 def uninitialised_memory_is_nan():
     """torch.empty is filled with NaN (or the largest integer), so a kernel that skips an element is caught."""
-    torch._C._set_deterministic_algorithms(True, warn_only=True)  # torch's own call imports its compiler, too
+    torch._C._set_deterministic_algorithms(True, warn_only=True)  # torch's own function imports the compiler
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch._C._set_deterministic_algorithms(False)

@@ -15,7 +15,7 @@ def run_tests(tmp_path, *arguments, timeout_s=590):
         pytest.skip("they run in this process")
     pytest.importorskip("triton")
     options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", f"--basetemp={tmp_path}/its"]
-    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported already
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are already imported
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     with Command(*options, *arguments, module="pytest", env=environment, stdout=subprocess.PIPE) as command:
         try:

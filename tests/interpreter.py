@@ -1,8 +1,8 @@
 """Triton's interpreter with less Python around each operation, for processes that run kernels in nothing else.
 
-It makes the same calls of numpy on the same data. What goes is work that is done again for every operation: the
-language is patched once and not at every launch and call, shapes are made once, and scans whose operator the
-interpreter does not know combine whole blocks, as a card does, and not one element after the other.
+It makes the same calls of numpy on the same data, but omits work that is repeated for every operation: the language is
+patched once and not at every launch and call, shapes are made once, and scans with operators that the interpreter does
+not know combine complete blocks, as a GPU does, and not one element after the other.
 """
 
 import math
@@ -39,7 +39,7 @@ def _patch_lang(patch):
 
     @cache
     def patched():
-        patch(make_quick)  # any function that sees the language and its core
+        patch(make_quick)  # any function from which the language is reachable
         return Stays()
 
     return lambda fn: patched()
@@ -111,7 +111,7 @@ def _scan(self, input):
     place = np.arange(size).reshape([-1 if axis == self.axis else 1 for axis in range(data[0].ndim)])
     while step < size:
         both = [np.roll(one, step, self.axis) for one in data] + data
-        with np.errstate(all="ignore"):  # of those that have nothing before them
+        with np.errstate(all="ignore"):  # for elements without a predecessor
             joined = self.combine_fn.fn(*map(self.to_tensor, both, types * 2))
         joined = joined if isinstance(joined, tuple) else (joined,)
         data = [np.where(place < step, one, new.handle.data) for one, new in zip(data, joined, strict=True)]

@@ -1,4 +1,4 @@
-"""Which tests go to which of several workers: the files that take longest begin, and what is long is cut up."""
+"""The order of tests over several workers: the files that take longest start first, and long files are split."""
 
 from collections import OrderedDict
 
@@ -28,7 +28,7 @@ class Scheduling(LoadFileScheduling):
         return nodeid if file in APART else file
 
     def _assign_work_unit(self, node):
-        if not any(self.assigned_work.values()):  # nobody has any yet
+        if not any(self.assigned_work.values()):  # no worker has work yet
             self.workqueue = OrderedDict(sorted(self.workqueue.items(), key=_order))
         super()._assign_work_unit(node)
 

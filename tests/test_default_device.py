@@ -1,4 +1,4 @@
-"""Tensors that the library makes for itself are where native code can reach them, whatever the default device is."""
+"""Tensors that the library creates internally are on the CPU, whatever torch's default device is."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The tree of exceptions: one base for ranks that work together, the built-in that a caller would expect beside it."""
+"""The tree of exceptions: one base for errors between ranks, and the built-in that a caller expects."""
 
 import pytest
 

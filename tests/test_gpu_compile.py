@@ -1,6 +1,6 @@
-"""Every GPU kernel compiles for a Hopper card, down to its machine code, where there is no card at all.
+"""Every GPU kernel compiles for a Hopper GPU, down to its machine code, on a machine without a GPU.
 
-Triton's interpreter, which the other tests of kernels use there, takes programs that the compiler does not.
+On such a machine the other tests use Triton's interpreter, which accepts programs that the compiler rejects.
 """
 
 import ast
@@ -33,7 +33,7 @@ def run(script):
     if not (Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas").exists():
         pytest.skip("this Triton brings no assembler for NVIDIA cards")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["DISABLE_PTXAS_OPT"] = "1"  # assembled all the same, in a part of the time
+    environment["DISABLE_PTXAS_OPT"] = "1"  # still assembled, but faster
     paths = [str(ROOT), str(FOLDER), environment.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, str(FOLDER / f"{script}.py")],

@@ -1,4 +1,4 @@
-"""Launches of GPU kernels that go past Triton's Python."""
+"""Launches of GPU kernels that bypass Triton's Python code."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What importing the library loads."""
+"""The modules that importing the library loads."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Checks of what users give stay when Python runs with ``-O``, which removes ``assert`` statements."""
+"""Checks of user input remain when Python runs with ``-O``, which removes ``assert`` statements."""
 
 import subprocess
 import sys
@@ -46,11 +46,11 @@ EXPECTED = [
     "support for reordering outside the data pipeline is dropped",
     "slot_to_id must have the slots of the tables, ['a'], got ['b']",
     "num_ps must be the number of ranks, 1, got 2",
-    "sync_clients must hold one sync client per server, 2, got 1",
+    "sync_clients must have one sync client per server, 2, got 1",
     "worker index must be in 1..1, got 2",
     "all-to-all of 10 floats cannot be cut into 3 equal parts",
     "MONOLITH_BENCHMARK_BPS must be one of",
-    "export mode is entered already",
+    "export mode must not be nested",
 ]
 
 

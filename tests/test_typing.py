@@ -1,4 +1,4 @@
-"""Public names as type checkers see them: stubs that agree with what Python finds, and a user's program."""
+"""Public names as type checkers see them: stubs that agree with the code, and a user's program."""
 
 import ast
 import importlib
@@ -71,7 +71,7 @@ def test_every_name_of_a_stub_is_there_and_every_public_name_is_in_its_stub(stub
     package = importlib.import_module(package_of(stub))
     imports = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
     names = {each.asname for node in imports for each in node.names} | ({"__version__"} if package is shoal else set())
-    if None in names:  # of ``import *``
+    if None in names:  # from ``import *``
         starred = [importlib.import_module(node.module) for node in imports if node.names[0].name == "*"]
         names |= {name for module in starred for name in getattr(module, "__all__", classes(module))}
         names -= {None}

@@ -1,7 +1,7 @@
-"""Imports Triton for its interpreter where there is no card, whatever the environment says.
+"""Imports Triton for its interpreter if there is no GPU, whatever the environment says.
 
-The processes that others are forked from import it first. Kernels, which are imported later, follow the environment of
-each process, and run in the interpreter where that asks for it.
+Fork servers import it first. Kernels, which are imported later, follow the environment of each process, and run in the
+interpreter if that asks for it.
 """
 
 import importlib.util
@@ -10,6 +10,8 @@ from unittest import mock
 
 import torch
 
-if importlib.util.find_spec("triton") and not torch.cuda.is_available():
+with mock.patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):  # CUDA that is initialised here fails after a fork
+    has_card = torch.cuda.is_available()
+if importlib.util.find_spec("triton") and not has_card:
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
         importlib.import_module("triton.language")

@@ -1,4 +1,4 @@
-"""Work beside the caller: elements read ahead, and lanes that work in order. Plain values, then threads."""
+"""Work in other threads: elements that are read ahead, and lanes that work in order. Plain values, then threads."""
 
 import gc
 import threading
@@ -34,7 +34,7 @@ def test_no_more_than_the_depth_and_one_are_made_ahead():
             yield number
 
     with ReadAhead(source(), 2, name="bounded") as ahead:
-        for _ in range(3):  # two wait, and one is in the thread's hand
+        for _ in range(3):  # two wait, and the thread holds one
             assert room.acquire(timeout=DEADLINE_S)
         assert not room.acquire(timeout=0.05)
         assert next(ahead) == 0

@@ -1,4 +1,4 @@
-"""`shoal demo`: its stream, its numbers, its files, its options."""
+"""`shoal demo`: its stream, numbers, files and options."""
 
 import json
 import subprocess
@@ -59,9 +59,9 @@ def test_the_comparison_is_fair_and_repeatable():
     ours, theirs = first.results
     assert [result.auc for result in first.results] == [result.auc for result in second.results]
     assert ours.memory_bytes <= theirs.memory_bytes <= ours.memory_bytes + 16384
-    assert theirs.rows[-1] > ours.rows[-1] * 0.9  # the same memory holds as many rows or more without an index
+    assert theirs.rows[-1] > ours.rows[-1] * 0.9  # without an index, the same memory holds at least as many rows
     assert first.ids == sorted(first.ids)
-    assert first.ids[-1] > 1.2 * ours.rows[-1]  # expired ids gave their rows back
+    assert first.ids[-1] > 1.2 * ours.rows[-1]  # the rows of expired ids were removed
     best = first.mean_auc(first.best_auc)
     assert 0.5 < first.mean_auc(ours.auc) < best < 0.95
 

@@ -1,4 +1,4 @@
-"""What every registered command promises: help with an example, JSON, exit codes, no traceback, colour, Ctrl-C."""
+"""Rules for every registered command: help with an example, JSON, exit codes, no traceback, colour, Ctrl-C."""
 
 import importlib
 import re
@@ -14,11 +14,11 @@ from shoal.errors import ConfigError, DataError, UsageError
 COMMANDS = sorted(cli.COMMANDS)
 ESCAPE = "\x1b"
 
-# Every word after `shoal` that takes flags of its own. A command that is not here has no verbs.
+# Commands with verbs, each of which has its own flags.
 VERBS = {
     "bench": ["comm"],
     "gather": ["run", "inspect", "replay", "simulate"],
-    "ps": ["", "keygen", "reshard", "status"],
+    "ps": ["", "keygen", "reshard", "status", "handover", "restore"],
     "up": ["", "status", "stop", "logs", "restart"],
     "table": ["stat", "ls", "get", "top", "diff", "export", "import", "reshard", "verify", "from-monolith"],
 }
@@ -49,6 +49,7 @@ def test_every_verb_has_help_and_speaks_json(capsys, call):
     code, out, _ = run(capsys, *call, "--help")
     assert code == 0
     assert "--json" in out
+    assert "\n\n\n" not in out
 
 
 @pytest.mark.parametrize("call", CALLS, ids=called)
@@ -144,7 +145,7 @@ def test_the_command_itself(capsys):
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
-# Each says something once it runs.
+# Each prints something once it runs.
 LONG = [["ps"], ["top", "127.0.0.1:1", "--interval", "30"]]
 
 
@@ -157,7 +158,7 @@ def test_ctrl_c_ends_a_running_command_without_a_traceback(argv):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background has it ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background processes ignore SIGINT
     )
     assert process.stdout is not None
     try:

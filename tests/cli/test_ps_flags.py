@@ -29,7 +29,7 @@ def test_a_server_that_has_to_start_again_waits_for_room_on_its_disk(monkeypatch
     monkeypatch.setattr(ps, "_serve_once", serve_once)
     monkeypatch.setattr("shoal.sharded.ps.server.engine.ROOM_EVERY_S", 0.01)
     assert ps.main([]) == 0
-    assert caplog.text.count("waits for room on its disk") == 2
+    assert caplog.text.count("is waiting for free disk space") == 2
     answers[:] = [full]
-    with pytest.raises(OSError, match="No space"):  # at its first start whoever started it is told
+    with pytest.raises(OSError, match="No space"):  # at the first start, the error goes to the caller
         ps.main([])

@@ -1,4 +1,4 @@
-"""How a command is asked to end: by SIGTERM or SIGINT, whichever thread is given the signal."""
+"""Commands that are stopped by SIGTERM or SIGINT, whichever thread gets the signal."""
 
 import os
 import signal
@@ -56,10 +56,10 @@ def test_the_event_is_set_once_a_signal_comes_and_what_was_there_before_returns(
         with stop_event() as stop:
             signal.raise_signal(signal.SIGUSR1)
             assert told.wait(60)
-            assert not stop.wait(0.05)  # only those two
+            assert not stop.wait(0.05)  # no other signal stops it
             signal.raise_signal(signal.SIGINT)
             assert stop.wait(60)
-            signal.raise_signal(signal.SIGTERM)  # once more changes nothing
+            signal.raise_signal(signal.SIGTERM)  # a second signal changes nothing
     finally:
         signal.signal(signal.SIGUSR1, former)
     assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -1,4 +1,4 @@
-"""`shoal table`: what it reads, says and writes; what it refuses, with which words and which exit code."""
+"""`shoal table`: what it reads, prints and writes; what it refuses, with which message and exit code."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def test_stat_of_one_table(tmp_path, capsys):
     assert stat["norm_max"] == pytest.approx(float(norms.max()), rel=1e-5)
     assert stat["optimizers"] == [[{"kind": "adagrad", "dim": 4}]]
     assert (stat["zero_rows"], stat["bad_rows"]) == (0, 0)
-    for file in tmp_path.iterdir():  # one of its files names the whole
+    for file in tmp_path.iterdir():  # the name of any of its files is accepted
         assert run(capsys, "stat", file)["tables"] == [stat]
 
 
@@ -126,7 +126,7 @@ def test_rows_one_by_one(tmp_path, capsys):
     table.assign(torch.tensor([-5, -(1 << 63)]), torch.ones(2, 4), req_time=NOW + 9)
     table.save(tmp_path / "item")
     assert run(capsys, "get", tmp_path / "item", -5)[0]["time"] == NOW + 9
-    assert run(capsys, "get", tmp_path / "item", 1 << 63)[0]["id"] == -(1 << 63)  # as an unsigned number
+    assert run(capsys, "get", tmp_path / "item", 1 << 63)[0]["id"] == -(1 << 63)  # the id as an unsigned number
     assert main(["table", "get", str(tmp_path / "item"), "7919"]) == 0
     assert "segment 0, adagrad: norm" in capsys.readouterr().out
 
@@ -288,7 +288,7 @@ def test_csv_there_and_back_keeps_ids_times_and_weights(tmp_path, capsys):
     run(capsys, "import", tmp_path / "x.csv", "--name", "item", "--out", tmp_path / "ckpt")
     [found] = diff(open_source(tmp_path / "item"), open_source(tmp_path / "ckpt"), ["item"])
     assert (found.changed, found.added, found.removed) == (0, 0, 0)
-    other = shoal.HashTable(4, name="item")  # adagrad, as --optimizer says by default
+    other = shoal.HashTable(4, name="item")  # adagrad, the default of --optimizer
     restore_incremental(other, tmp_path / "ckpt")
     assert other.size() == 101
 
@@ -322,15 +322,15 @@ def test_imports_are_refused_whole(tmp_path, capsys):
     (tmp_path / "late.csv").write_text("id,time,e0\n7,-3,0.5\n")
     (tmp_path / "x.json").write_text("{}")
     for name, text in {
-        "twice.npz": "an id that another row has, too (such as 1)",
+        "twice.npz": "repeat the id of another row (such as 1)",
         "shape.npz": "weights must be [2, dim]",
         "names.npz": "no array 'ids'",
         "bad.npz": "bad.npz: ",
         "bad.parquet": "bad.parquet: ",
         "ragged.csv": "ragged.csv: ",
-        "words.csv": "'id' holds string; ids and times must be integers",
+        "words.csv": "column 'id': ids and times must be integers, got string",
         "late.csv": "a time must be 0..4294967295 seconds, got -3",
-        "x.json": "the ending says what it is",
+        "x.json": "must end in .parquet",
         "absent.csv": "is not a file",
     }.items():
         assert text in refused(capsys, "import", tmp_path / name, "--name", "t", "--out", out), name
@@ -347,8 +347,8 @@ def test_reshard_keeps_every_byte_of_every_row(tmp_path, capsys, shards):
     table.save(tmp_path / "item")
     run(capsys, "reshard", tmp_path / "item", "--shards", shards, "--out", tmp_path / "new" / "item")
     assert same(tmp_path / "item", tmp_path / "new" / "item")
-    assert len(list((tmp_path / "new").iterdir())) == shards + 1  # and the manifest
-    for shard in range(shards):  # row ID lies in file ID mod N
+    assert len(list((tmp_path / "new").iterdir())) == shards + 1  # the files and the manifest
+    for shard in range(shards):  # row ID is in file ID mod N
         scan = _core.EntryScan(str(tmp_path / "new" / f"item-{shard:05d}-of-{shards:05d}"))
         n, floats = scan.next()
         numbers, weights = np.empty((6, n), np.int64), np.empty(floats, np.float32)
@@ -453,14 +453,14 @@ def test_from_monolith_refuses_what_is_not_whole(tmp_path, capsys):
     (assets / f"MonolithHashTable_{name}_0-00000-of-00002").rename(tmp_path / "aside")
     assert "1 of 2 shards are missing" in refused(capsys, "from-monolith", tmp_path / "model", "--out", out)
     (assets / f"MonolithHashTable_{name}_0-00001-of-00002").unlink()
-    assert "those of [0] are missing" in refused(capsys, "from-monolith", tmp_path / "model", "--out", out)
+    assert "but none of [0]" in refused(capsys, "from-monolith", tmp_path / "model", "--out", out)
     (tmp_path / "model" / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-7"\n')
     assert "there is no folder" in refused(capsys, "from-monolith", tmp_path / "model", "--out", out)
     assert "must be OLD=NEW" in refused(capsys, "from-monolith", tmp_path / "model", "--out", out, "--rename", "x")
     assert not out.exists()
 
 
-# --- what is broken ---------------------------------------------------------------------------------------------------
+# --- broken files -----------------------------------------------------------------------------------------------------
 
 
 def test_verify_finds_every_flipped_bit(tmp_path, capsys):
@@ -496,11 +496,11 @@ def test_verify_of_repeated_ids_counts_widths_and_numbers(tmp_path, capsys):
         (tmp_path / f"{name}-00000-of-00001").write_bytes(b"".join(records))
 
     write("twice", entry(7, 2), entry(8, 2), entry(7, 2))
-    assert "1 records have an id that another record has, too (such as 7)" in str(
+    assert "1 records repeat the id of another record (such as 7)" in str(
         run(capsys, "verify", tmp_path / "twice", code=2)["problems"]
     )
     write("widths", entry(7, 2), entry(8, 3))
-    assert "id 8 has 3 weights, those before it have 2" in str(
+    assert "id 8 has 3 weights, but earlier ones have 2" in str(
         run(capsys, "verify", tmp_path / "widths", code=2)["problems"]
     )
     write("nan", framed(EntryDump(id=1, num=[float("nan")]).SerializeToString()))
@@ -512,9 +512,11 @@ def test_verify_of_repeated_ids_counts_widths_and_numbers(tmp_path, capsys):
     fields = read_saved(manifest).fields
     fields["content"]["tables"][0]["rows"] = 301
     write_saved(manifest, fields, read_saved(manifest).files)
-    assert "has 300 rows, its manifest says 301" in str(run(capsys, "verify", tmp_path / "chain", code=2)["problems"])
+    assert "has 300 rows, but its manifest says 301" in str(
+        run(capsys, "verify", tmp_path / "chain", code=2)["problems"]
+    )
     manifest.write_text(manifest.read_text().replace('"rows": 301', '"rows": 300'))
-    assert "digest does not fit" in str(run(capsys, "verify", tmp_path / "chain", code=2)["problems"])
+    assert "digest does not match" in str(run(capsys, "verify", tmp_path / "chain", code=2)["problems"])
     manifest.write_text("{")
     assert "not a JSON file" in str(run(capsys, "verify", tmp_path / "chain" / "ckpt-00000001", code=2)["problems"])
 
@@ -529,7 +531,7 @@ def test_verify_of_repeated_ids_counts_widths_and_numbers(tmp_path, capsys):
         (entry(1, 2) + entry(2, 2)[:-3], f"truncated inside it, at byte {len(entry(1, 2))}"),
         (
             entry(1, 2) + entry(2, 2)[:-3] + b"abc",
-            f"its checksum does not fit its bytes; the file is corrupt, at byte {len(entry(1, 2))}",
+            f"its checksum does not match its bytes; the file is corrupt, at byte {len(entry(1, 2))}",
         ),
     ],
     ids=["text", "other records", "no message", "truncated", "flipped"],
@@ -564,8 +566,8 @@ def test_what_is_not_there(tmp_path, capsys):
     assert "there is no checkpoint in" in refused(capsys, "stat", tmp_path)
     assert "there is no checkpoint" in refused(capsys, "verify", tmp_path / "absent")
     (tmp_path / "file.txt").write_text("x")
-    assert "called like no shard" in refused(capsys, "stat", tmp_path / "file.txt")
+    assert "is not a file of a checkpoint" in refused(capsys, "stat", tmp_path / "file.txt")
     table_of()[0].save(tmp_path / "item")
     assert "exactly one of --parquet FILE and --csv FILE" in refused(capsys, "export", tmp_path / "item")
     assert "at least 1, got 0" in refused(capsys, "reshard", tmp_path / "item", "--shards", 0, "--out", tmp_path / "y")
-    assert "files of" in refused(capsys, "reshard", tmp_path / "item", "--shards", 2, "--out", tmp_path / "item")
+    assert "exist already" in refused(capsys, "reshard", tmp_path / "item", "--shards", 2, "--out", tmp_path / "item")

@@ -1,4 +1,4 @@
-"""`shoal table get --text`: rows of a run's checkpoint by the value that the data has."""
+"""`shoal table get --text`: rows of a run's checkpoint by raw value."""
 
 import json
 
@@ -40,11 +40,11 @@ def test_a_row_is_found_by_its_text(checkpoint, capsys):
 
 def test_what_there_is_not_is_told(checkpoint, capsys, tmp_path):
     code, _, err = get(capsys, checkpoint, "--text", "user=nobody")
-    assert (code, "which user=nobody is" in err) == (1, True)
+    assert (code, "(of user=nobody)" in err) == (1, True)
     for argv, text in [
         (("--text", "usr=u17"), "did you mean 'user'"), (("--text", "u17"), "FEATURE=VALUE"),
         (("--text", "pair=u17"), "pair' is a cross of user and item; give --text pair=USER,ITEM"),
-        ((), "what to get"), ((7, "--text", "user=u17"), "and not both"),
+        ((), "exactly one of ID and --text"), ((7, "--text", "user=u17"), "exactly one of ID and --text"),
     ]:  # fmt: skip
         code, _, err = get(capsys, checkpoint, *argv)
         assert (code, text in err) == (2, True), err

@@ -1,4 +1,4 @@
-"""`shoal top`: what it makes of metrics, of real servers' and anybody's, and of those that do not answer."""
+"""`shoal top`: metrics of real servers and of other processes, and processes that do not answer."""
 
 import contextlib
 import json
@@ -71,11 +71,11 @@ inf{le="+Inf",} +Inf
 
 def test_rates_and_quantiles_of_two_readings():
     assert rate(30.0, 10.0, 4.0) == 5.0
-    assert rate(3.0, 10.0, 1.0) == 3.0  # the process was started anew
+    assert rate(3.0, 10.0, 1.0) == 3.0  # the process was restarted
     assert rate(None, 1.0, 1.0) is None
     now, before = {0.1: 100.0, 1.0: 110.0, float("inf"): 110.0}, {0.1: 100.0, 1.0: 100.0, float("inf"): 100.0}
-    assert quantile(now, before, 0.5) == 1.0  # of the ten that came
-    assert quantile(now, now, 0.5) == 0.1  # none came: of all
+    assert quantile(now, before, 0.5) == 1.0  # of the ten new ones
+    assert quantile(now, now, 0.5) == 0.1  # no new ones: of all
     assert quantile({}, {}, 0.5) is None
 
 

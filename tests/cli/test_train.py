@@ -1,4 +1,4 @@
-"""`shoal train` as a user runs it: alone, interrupted, killed, on two ranks."""
+"""`shoal train` as a user runs it: in one process, interrupted, killed, on two ranks."""
 
 import importlib
 import json
@@ -119,7 +119,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_ends_with_130(data, tmp_path):
     assert process.returncode == 130
     assert "interrupted; run the same command to resume from the checkpoint" in out
     assert "Traceback" not in err
-    assert "\x1b" not in out + err  # colour is for terminals
+    assert "\x1b" not in out + err  # no colour outside a terminal
     assert newest(tmp_path / "run").exists()
 
 
@@ -148,7 +148,7 @@ def test_bad_rows_are_counted_shown_once_and_stop_a_strict_run(capsys, data, tmp
     path.write_text("\n".join(lines))
     assert main(["train", "--train", str(path), *SMALL]) == 0
     said = capsys.readouterr()
-    assert said.err.count("bad row left out") == 1
+    assert said.err.count("bad row skipped") == 1
     assert f"{path}, line 42: column 1 is the label" in said.err
     assert "2 bad rows" in said.out
     assert main(["train", "--train", str(path), "--strict", *SMALL]) == 1
@@ -160,7 +160,7 @@ def test_bad_rows_are_counted_shown_once_and_stop_a_strict_run(capsys, data, tmp
 @pytest.mark.parametrize(
     ("name", "content", "more", "says"),
     [
-        ("none.tsv", b"", [], "there are no samples, since DIR/none.tsv is empty"),
+        ("none.tsv", b"", [], "there are no samples, because DIR/none.tsv is empty"),
         ("none.parquet", b"", ["--format", "parquet"], "none.parquet is empty"),
         ("head.csv", b"y,u\n", ["--format", "csv"], "there are no samples in DIR/head.csv"),
         ("bad.csv", b"y,u\nx,1\nx,2\n", ["--format", "csv"], "line 2: column 1 is the label and must be a number"),
@@ -224,20 +224,20 @@ def test_fresh_moves_the_checkpoints_aside_as_the_refusal_says(capsys, data, tmp
     files = {path.name: path.read_bytes() for path in (out / "ckpt-00000004").iterdir()}
     argv = ["train", "--train", str(data / "train.tsv"), "--out", str(out), *SMALL, "--max-steps", "1", "--dim", "4"]
     assert main(argv) == 2
-    assert "begin anew with --fresh (which moves the checkpoints aside)" in capsys.readouterr().err
+    assert "start over with --fresh (which moves the checkpoints aside)" in capsys.readouterr().err
     assert main([*argv, "--fresh"]) == 0
     said = capsys.readouterr().err
     (aside,) = out.glob("before-*")
-    assert f"the checkpoints that were in {out} are in {aside} now" in said
+    assert f"the checkpoints of {out} were moved to {aside}" in said
     assert re.fullmatch(r"before-\d{8}-\d{6}", aside.name)
     assert sorted(path.name for path in out.iterdir()) == [aside.name, "ckpt-00000001"]
     assert sorted(path.name for path in aside.iterdir()) == ["ckpt-00000002", "ckpt-00000004"]
     assert {path.name: path.read_bytes() for path in (aside / "ckpt-00000004").iterdir()} == files
-    resumed = run(capsys, data, "--out", aside, "--max-steps", 4)  # nothing of it was lost
+    resumed = run(capsys, data, "--out", aside, "--max-steps", 4)  # nothing was lost
     assert of("start", resumed)[0]["step"] == 4
-    assert main([*argv, "--fresh"]) == 0  # a second one finds a name of its own
+    assert main([*argv, "--fresh"]) == 0  # the second time, another name is used
     assert len(list(out.glob("before-*"))) == 2
-    run(capsys, data, "--out", tmp_path / "new", "--max-steps", 1, "--fresh")  # with nothing to move it begins
+    run(capsys, data, "--out", tmp_path / "new", "--max-steps", 1, "--fresh")  # works if there is nothing to move
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["ckpt-00000001"]
 
 
@@ -293,7 +293,7 @@ def test_many_ids_a_feature_are_pooled(tmp_path):
     })  # fmt: skip
     with trainer(config) as one:
         result = one.run()
-        assert result["window_auc"] > 0.9  # "red" tells
+        assert result["window_auc"] > 0.9  # "red" determines the label
         assert result["rows"] == 5 + 4
 
 
@@ -330,7 +330,7 @@ def test_two_ranks_share_the_work_and_go_on_from_their_checkpoint(data, tmp_path
     manifest = json.loads((newest(tmp_path / "run") / "manifest.json").read_text())
     assert manifest["content"]["world"] == 2
     assert manifest["content"]["tables"][0]["rows"] == rest[-1]["rows"] == len(rows_of(newest(tmp_path / "run")))
-    # One process takes the rows of both, and reads from the beginning.
+    # One process loads the rows of both ranks, and reads from the beginning.
     config = load_config(None, {
         "data.train": [str(data / "train.tsv")], "model.hidden": [16], "data.shuffle_rows": 2048, "table.dim": 8,
         "table.lr": 0.05, "train.batch_size": 256, "train.threads": 1, "out.dir": str(tmp_path / "run"),

@@ -58,9 +58,9 @@ def test_changes_stand_above_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"\[data\] with train"),
+        ("", r"section \[data\] is missing"),
         ("[data]\n", r"\[data\] train is missing"),
-        ("[data]\ntrain = []\n", "must name the files to learn from, got none"),
+        ("[data]\ntrain = []\n", "must name the files to train on, got none"),
         ("[data]\ntrain = 3\n", "train must be a list of texts, got 3"),
         (
             MINIMAL + "[trian]\n",
@@ -123,7 +123,7 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(tmp_path, capsys, text, m
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "what to train on?"),
+        ([], "CONFIG.toml or --train FILE … must be given"),
         (["/no/such.toml"], "cannot read the configuration"),
         (["--train", "/no/such.tsv"], "there is no file '/no/such.tsv'"),
         (["--train", "x", "--set", "lr"], "--set must be section.name=value"),

@@ -1,4 +1,4 @@
-"""`shoal train` on what a first try brings: wrong data, other files, flags in pieces; admission and evaluation."""
+"""`shoal train` with the mistakes of a first try: wrong data, other files, split flags; admission and evaluation."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ def test_other_files_are_read_from_their_beginning(capsys, data, tmp_path):
     assert "was reading other files" in of("note", told)[0]["text"]
     assert told[-1]["samples"] == 14_000
     assert told[-1]["rows"] > first[-1]["rows"]
-    assert main(argv) == 0  # and these are known now
+    assert main(argv) == 0  # these flags are known now
     assert events(capsys.readouterr().out)[-1]["samples"] == 14_000
 
 
@@ -36,11 +36,16 @@ def test_an_id_gets_a_row_when_it_came_often_enough_and_counts_outlive_a_checkpo
 @pytest.mark.parametrize(
     ("text", "more", "code", "says"),
     [
-        ("5,1,u\n1,1,v\n", [], 2, "labels must be between 0 and 1, got 5; with positive_above"),
+        ("5,1,u\n1,1,v\n", [], 2, "labels must be between 0 and 1, got 5; set positive_above"),
         ("-1,1,u\n1,1,v\n", [], 2, "got -1"),
         ("5,1,u\n1,1,v\n", ["data.positive_above=3"], 0, ""),
         ("x,1,u\ny,1,v\n", [], 1, "there are no samples that can be read"),
-        ("1,1e30,u\n0,1e30,v\n" * 50, ["train.optimizer=sgd", "train.lr=1e30", "train.batch_size=9"], 1, "the loss is"),
+        (
+            "1,1e30,u\n0,1e30,v\n" * 50,
+            ["train.optimizer=sgd", "train.lr=1e30", "train.batch_size=9"],
+            1,
+            "the loss must be finite, got",
+        ),
     ],
 )
 def test_labels_and_numbers_that_cannot_be_learnt_are_told(capsys, tmp_path, text, more, code, says):

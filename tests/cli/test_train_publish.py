@@ -1,4 +1,4 @@
-"""`shoal train` and `shoal serve` as processes: a replica in the registry follows the run, also one that is killed."""
+"""`shoal train` and `shoal serve` as processes: a replica in the registry follows the run, even after a kill."""
 
 import json
 import subprocess
@@ -122,7 +122,7 @@ def test_a_replica_follows_a_run_that_is_killed_and_taken_up_again(folder, serve
         given = ps.addresses if servers else ()
         first = write_config(folder, "first.toml", exports=True, ps=given)
         train(first, 10)
-        config = write_config(folder, "later.toml", exports=False, ps=given)  # pushes alone from here on
+        config = write_config(folder, "later.toml", exports=False, ps=given)  # only pushes from here on
         with replica(folder) as address:
             before = answers(address)
             train(config, 50)
@@ -131,7 +131,7 @@ def test_a_replica_follows_a_run_that_is_killed_and_taken_up_again(folder, serve
             torch.testing.assert_close(after, exported_answers(config, folder), rtol=1e-5, atol=1e-6)
             shell = [sys.executable, "-m", "shoal", "train", config, "--json", "--set", "train.max_steps=100",
                      "train.epochs=9"]  # fmt: skip
-            kill_after(shell, "progress", 75, pause_s=0.3)  # ahead of the checkpoint of step 60, and pushed
+            kill_after(shell, "progress", 75, pause_s=0.3)  # after the checkpoint of step 60, and already pushed
             train(config, 80)
             torch.testing.assert_close(answers(address), exported_answers(config, folder), rtol=1e-5, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""`shoal train` against parameter servers: the rows are there, and come back with the trainer's checkpoint."""
+"""`shoal train` with parameter servers: they hold the rows, and restore them with the trainer's checkpoint."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_rows_on_servers_come_back_with_the_checkpoint_of_a_killed_trainer(capsy
             given = ["--ps", *servers.addresses, "--out", tmp_path / name / "run", "--set", "model.dropout=0.1", *more]
             if name == "killed":
                 shell = command(data, *given, "--json", "--log-steps", 1)
-                kill_after([*shell, "--checkpoint-steps", "1000"], "progress", 3)  # before the first one
+                kill_after([*shell, "--checkpoint-steps", "1000"], "progress", 3)  # before the first checkpoint
                 assert newest(tmp_path / name / "run").name == "ckpt-00000000"
                 shell += ["--checkpoint-steps", "8"]
                 kill_after(shell, "progress", 21)  # between two checkpoints, so that the servers are ahead
@@ -64,7 +64,7 @@ def test_rows_on_servers_come_back_with_the_checkpoint_of_a_killed_trainer(capsy
     one, other = (newest(tmp_path / name / "run") for name in ("whole", "killed"))
     assert (one / "dense.safetensors").read_bytes() == (other / "dense.safetensors").read_bytes()
     kept = sorted(path.name for path in (tmp_path / "killed" / "ps" / "shard-00000").glob("kept-*"))
-    assert len(kept) <= 3  # those of the checkpoints that stay
+    assert len(kept) <= 3  # those of the remaining checkpoints
 
 
 def some_ids(data):

@@ -1,4 +1,4 @@
-"""What the tests of `shoal train` share."""
+"""Helpers for the tests of `shoal train`."""
 
 import fcntl
 import json
@@ -12,7 +12,7 @@ from shoal.cli.main import main
 from shoal.proto.embedding_hash_table_pb2 import EntryDump
 from shoal.testing.commands import Command
 
-DEADLINE_S = 300  # torch takes its time to start on a machine that is busy
+DEADLINE_S = 300  # torch starts slowly on a busy machine
 SMALL = [
     "--set", "model.hidden=[16]", "data.shuffle_rows=2048", "table.lr=0.05", "--dim", "8", "--batch-size", "256",
     "--threads", "1",

@@ -1,5 +1,5 @@
-"""One suite that every transport passes. Each case is a function of one rank's transport, so that it runs on threads,
-on processes and under mpirun alike; what a case returns is checked by `judge`."""
+"""The conformance suite of transports. Each case is a function of one rank's transport, so that it can run in
+threads, in processes and under mpirun; `judge` checks what a case returns."""
 
 import os
 import queue
@@ -9,7 +9,7 @@ import time
 from shoal.errors import TransportError
 
 WORLD = 3
-PATIENCE_S = 200  # for what happens at once unless the machine stands still
+PATIENCE_S = 200  # for events that happen at once unless the machine stalls
 
 
 def kind(call):

@@ -1,4 +1,4 @@
-"""Who this process is: validation, round trips, the environment, and starting a group."""
+"""The rank of a process: validation, round trips, the environment, and starting a group."""
 
 import json
 
@@ -91,7 +91,7 @@ def starts_alone(rank, world):
 
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    with pytest.raises(ConfigError, match="meet"):
+    with pytest.raises(ConfigError, match="have no rendezvous"):
         DistributedConfig(2, 0).init()
     with pytest.raises(ConfigError, match="gloo"):
         DistributedConfig(1, 0).init(backend="mpi")
@@ -114,7 +114,7 @@ def test_starting_a_group():
 
     assert run_ranks(2, starts, timeout_s=300, backend=None) == [(0, 2), (1, 2)]
     assert run_ranks(1, starts_alone, timeout_s=300, backend=None) == [(b"x", 1)]
-    with socket.socket() as s:  # bound but not listening: nobody else is given this port, and rank 0 may take it
+    with socket.socket() as s:  # bound but not listening: no other process gets this port, but rank 0 can use it
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(("127.0.0.1", 0))
         port, env = s.getsockname()[1], {"TORCHELASTIC_USE_AGENT_STORE": "False"}

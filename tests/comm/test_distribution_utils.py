@@ -1,4 +1,4 @@
-"""The launch environment: matrices of environment to result first, then processes under both launchers."""
+"""The launch environment: tables of environments and results first, then processes under both launchers."""
 
 import itertools
 import logging

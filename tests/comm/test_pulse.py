@@ -1,4 +1,4 @@
-"""Ranks that stop counting are lost; a rank that was frozen itself blames nobody (no threads, a store in memory)."""
+"""Ranks that stop counting are lost; a rank that was frozen itself blames no other (no threads, a store in memory)."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_a_rank_that_stands_still_is_lost_and_named(ranks):
     ranks[0].beat()
     ranks[1].beat()
     assert (ranks[0].lost, ranks[1].lost) == ((2,), (2,))
-    assert ranks[0].why == "rank(s) [2] have not been heard of for 3 s"
+    assert ranks[0].why == "rank(s) [2] have not been heard from for 3 s"
 
 
 def test_a_rank_that_was_frozen_itself_blames_nobody(ranks):
@@ -74,9 +74,9 @@ def test_calls_end_with_the_names_of_the_lost(ranks):
     watch = Watch(group, collectives.local_store(), 0, 3)
     watch.pulse = ranks[0]
     watch.check()
-    ranks[0].lost, ranks[0].why = (2,), "rank(s) [2] have not been heard of for 3 s"
+    ranks[0].lost, ranks[0].why = (2,), "rank(s) [2] have not been heard from for 3 s"
     assert watch.another_gave_up()
-    with pytest.raises(PeerError, match=r"rank\(s\) \[2\] have not been heard of") as caught:
+    with pytest.raises(PeerError, match=r"rank\(s\) \[2\] have not been heard from") as caught:
         watch.check()
     assert caught.value.ranks == (2,)
 

@@ -1,4 +1,4 @@
-"""Values that ranks tell each other, between processes."""
+"""Values that ranks exchange, between processes."""
 
 import pytest
 

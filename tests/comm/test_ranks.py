@@ -1,4 +1,4 @@
-"""What every `Ranks` does: threads first, then real ranks on gloo, through shared memory and without it."""
+"""The rules of every `Ranks`: threads first, then real ranks on gloo, with and without shared memory."""
 
 import os
 import threading
@@ -43,7 +43,7 @@ def everything(ranks):
     with ranks.turn:
         assert torch.equal(ranks.exchange(flat, send, recv, None)[0], torch.cat(want))
     differ(ranks)
-    assert ranks.gather_totals(1) == [1] * world  # the ranks still understand each other
+    assert ranks.gather_totals(1) == [1] * world  # the ranks still communicate
     return True
 
 

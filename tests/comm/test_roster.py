@@ -1,4 +1,4 @@
-"""The ranks of one start find each other in a store that holds what earlier starts left (threads)."""
+"""The ranks of one start find each other in a store with entries of earlier starts (threads)."""
 
 import json
 import threading
@@ -59,7 +59,7 @@ def test_a_rank_that_comes_again_is_on_the_next_list():
     store.set("shoal.hello/1", "of a process that has ended")
     first = threading.Thread(target=roster.meet, args=(store, 0, 2, 30.0))
     first.start()
-    while not store.check(["shoal.roster"]):  # rank 0 has found the one that will never agree
+    while not store.check(["shoal.roster"]):  # rank 0 has found the rank that will never agree
         pass
     stale = json.loads(store.get("shoal.roster"))
     name = roster.meet(store, 1, 2, 30.0)

@@ -261,7 +261,7 @@ def full_queue(rank, world):
     if rank == 1:
         assert t.recv(0) == b"begin"
         store.wait(["full"], timedelta(seconds=200))
-        time.sleep(0.3)  # so that rank 0 waits for room by now; it sees the same if not
+        time.sleep(0.3)  # so that rank 0 is probably waiting for room by now
         t.close()
         dist.barrier()
         return "closed"
@@ -360,7 +360,7 @@ def closes_after_barrier(rank, world):
         t._collect(t._barrier_inboxes, 0, Deadline(200))
         t.group = Holding()
         outbox = t._outbox(1, BARRIER_TAG)
-        outbox.reaping = True  # nothing is under way yet
+        outbox.reaping = True  # nothing was sent yet
         outbox.put(memoryview(bytes(8)), Deadline(200))
         outbox.pending.clear()
         t.group, t._barriers_passed = group, 1

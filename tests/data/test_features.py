@@ -1,4 +1,4 @@
-"""One definition of features: it gives the same from every kind of file and from raw values."""
+"""Definitions of features: the same ids from every kind of file and from raw values."""
 
 import json
 import math
@@ -237,14 +237,14 @@ def test_a_definition_is_read_from_a_section(tmp_path):
         ({"kind": "txt"}, "did you mean 'text'"),
         ({"boundries": [1]}, "did you mean 'boundaries'"),
         ({"kind": "bucket"}, "boundaries must be given"),
-        ({"kind": "bucket", "boundaries": [2, 1]}, "must be numbers that rise"),
+        ({"kind": "bucket", "boundaries": [2, 1]}, "must be finite numbers in ascending order"),
         ({"kind": "cross", "of": ["a"]}, "at least two"),
         ({"kind": "vocabulary", "words": ["a", "a"]}, "'a' twice"),
         ({"kind": "vocabulary", "file": "nowhere.txt"}, "cannot be read"),
         ({"kind": "number", "std": 0}, "std above 0"),
         ({"kind": "number", "low": 1, "high": 1}, "low must be below high"),
         ({"kind": "bucket", "boundaries": [1], "default": "x"}, "must be a number"),
-        ({"max_length": 3}, "of a list"),
+        ({"max_length": 3}, "only for a list"),
         ({"separator": "ab"}, "one ASCII character"),
         ({"slot": 40000}, "slot must be"),
     ],
@@ -272,7 +272,7 @@ def test_raw_values_that_do_not_fit_are_named():
         make_inputs(schema, {"age": ["3", "old"]})
     with pytest.raises(ConfigError, match="did you mean 'age'"):
         make_inputs(schema, {"aeg": [1]})
-    with pytest.raises(ConfigError, match="as many values"):
+    with pytest.raises(ConfigError, match="one value or list per sample"):
         make_inputs(schema, {"age": [1], "x": [1.0, 2.0]})
     with pytest.raises(ConfigError, match="must be a list"):
         make_inputs(schema, {"age": 3})
@@ -298,7 +298,7 @@ def test_many_samples_are_the_same_in_parts_and_at_once():
 
 
 def test_example_records_take_no_definitions():
-    with pytest.raises(ConfigError, match="ready made"):
+    with pytest.raises(ConfigError, match="features must have no definitions"):
         make_format("example", Schema(label="y", sparse=("a",), definitions={"a": Feature(default="x")}))
 
 

@@ -1,4 +1,4 @@
-"""Frames and datasets as sources: each kind gives the samples of a Parquet file with the same columns."""
+"""Frames and datasets as sources: each kind gives the same samples as a Parquet file with the same columns."""
 
 import json
 
@@ -129,5 +129,5 @@ def test_what_is_not_a_frame_says_what_may_be_given():
     for kind in (polars_frame, lazy, pandas_frame, dataset, iterable):
         with pytest.raises(ConfigError, match="'usr'"):
             stream_frames(kind(DATA), Schema(label="click", sparse=("usr",)), batch_size=1)
-    with pytest.raises(ConfigError, match="frames must be at least one"):
+    with pytest.raises(ConfigError, match="there must be at least one frame"):
         stream_frames([], SCHEMA, batch_size=1)

@@ -1,4 +1,4 @@
-"""Lines of JSON: values by name, lists, bad objects, pieces of files, and the same ids as CSV gives."""
+"""Lines of JSON: values by name, lists, bad objects, parts of files, and the same ids as from CSV."""
 
 import json
 

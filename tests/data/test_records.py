@@ -75,7 +75,7 @@ def test_tf_examples_are_read_by_name(tmp_path, pack):
         (tf_example(a=[1.0]), "it has no label 'y'"),
         (tf_example(y=[b"1"]), "'y' must be a finite number"),
         (tf_example(y=[float("nan")]), "'y' must be a finite number"),
-        (tf_example(y=[1.0], u=[1.0]), "'u' holds floats"),
+        (tf_example(y=[1.0], u=[1.0]), "'u' must hold ids, got floats"),
         (GOOD[:-3], "cut off"),
         (b"\x0b\x0b", "not a tf.Example"),
         (b"\x08" + b"\xff" * 11, "more than 64 bits"),

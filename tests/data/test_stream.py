@@ -1,4 +1,4 @@
-"""Streams: order, shuffling, ranks, and going on exactly where another was."""
+"""Streams: order, shuffling, ranks, and resuming at the exact position."""
 
 import json
 import random
@@ -179,7 +179,7 @@ def test_a_file_stays_open_from_window_to_window_and_is_closed_at_the_end_and_in
     form = Counting(make_format("tsv", SCHEMA))
     one = Stream([files], form, SCHEMA, batch_size=8, shuffle_rows=16, epochs=2)
     assert len(all_labels(one)) == 2 * 990
-    assert (form.opened, form.closed) == (6, 6)  # of windows there are many more
+    assert (form.opened, form.closed) == (6, 6)  # there are many more windows than that
     batches = iter(one)
     next(batches)
     batches.close()
@@ -199,7 +199,7 @@ def test_wrong_arguments_are_refused(files, tmp_path):
         stream(files, batch_size=0)
     with pytest.raises(ConfigError, match=r"rank must be 0..1, got 2"):
         stream(files, rank=2, world=2)
-    with pytest.raises(DataError, match="lacks bad, batch"):
+    with pytest.raises(DataError, match="must have bad, batch"):
         stream(files).restart({"epoch": 0})
 
 

@@ -1,4 +1,4 @@
-"""Criteo and CSV text: what becomes of good lines, of bad ones, and of files that are not what they seem."""
+"""Criteo and CSV text: good lines, bad lines, and files of another kind."""
 
 import gzip
 from contextlib import closing
@@ -86,15 +86,15 @@ def test_raw_ids_are_taken_as_they_are_and_slots_are_shared(tmp_path):
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("1,2,3,u", "the line has 4 columns, not 5"),
-        ("1,2,3,u,v,w", "more than 5 columns"),
+        ("1,2,3,u", "the line must have 5 columns, got 4"),
+        ("1,2,3,u,v,w", "the line must have 5 columns, got more"),
         (",2,3,u,v", "column 1 is the label"),
         ("1,x,3,u,v", "column 2 must be a number or empty, got 'x'"),
         ("1,nan,3,u,v", "column 2 must be a number or empty, got 'nan'"),
         ("inf,1,3,u,v", "column 1 is the label"),
         ("1,1e99,3,u,v", "column 2"),
         ('1,2,3,"u,v', "quote that is not closed"),
-        ('1,2,3,"u"x,v', "after its closing quote"),
+        ('1,2,3,"u"x,v', "must end at its closing quote, got 'x,v' after it"),
     ],
 )
 def test_a_bad_line_is_left_out_and_told_with_its_number(tmp_path, line, why):

@@ -1,4 +1,4 @@
-"""Streams read by the workers of a DataLoader: every sample once, whatever number of files, workers and ranks."""
+"""Streams read by the workers of a DataLoader: every sample once, for any number of files, workers and ranks."""
 
 import json
 import multiprocessing
@@ -51,7 +51,7 @@ def test_workers_share_the_files_out(folder, workers, shuffle_rows):
 
 
 def test_fewer_files_than_workers(folder):
-    one = stream(folder, "part-0.tsv", part_bytes=1 << 20)  # one unit, which workers take batches of in turn
+    one = stream(folder, "part-0.tsv", part_bytes=1 << 20)  # one unit, from which workers take batches in turn
     assert sorted(labels(loader(one, 3))) == ROWS[:120]
     two = stream(folder, "part-1.tsv")  # one line
     assert labels(loader(two, 3)) == [120]
@@ -102,7 +102,7 @@ def test_a_run_is_resumed_with_another_number_of_workers(folder, before, after, 
     rest = list(other.through(loader(other, after)))
     assert sorted(labels(first) + labels(rest)) == ROWS
     again = stream(folder, shuffle_rows=shuffle_rows)
-    again.restart(rest[3].state)  # resumed once more, behind a batch of a run that was resumed
+    again.restart(rest[3].state)  # resumed again, after a batch of a resumed run
     assert sorted(labels(again.through(loader(again, after)))) == sorted(labels(rest[4:]))
 
 
@@ -126,7 +126,8 @@ def test_a_run_is_resumed_by_other_ranks_and_workers(folder, world, workers):
 def test_positions_that_cannot_be_resumed_from_say_why(folder):
     one = stream(folder, rank=0, world=2)
     alone = next(iter(loader(one, 2)))
-    with pytest.raises(DataError, match=r"worker 0 of 2 alone; take those of the batches of stream\.through"):
+    text = r"only that of worker 0 of 2; use the states of the batches of stream\.through"
+    with pytest.raises(DataError, match=text):
         one.restart(alone.state)
     batch = next(one.through(loader(one, 2)))
     one.restart(batch.state)

@@ -1,6 +1,6 @@
 """Every block marked as Python in the README and the pages runs as it is printed, top to bottom, page by page.
 
-What needs a cluster, a GPU or another machine's file is marked `text` or `console` and is not run.
+Blocks that need a cluster, a GPU or a file of another machine are marked `text` or `console` and are not run.
 """
 
 import os
@@ -40,7 +40,7 @@ def clean():
         dist.destroy_process_group()
 
 
-# tests/table/cuda/test_docs.py runs the page about GPUs, on one.
+# tests/table/cuda/test_docs.py runs the page about GPUs on a GPU.
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/gpu.md"])
 def test_the_page_runs_as_printed(page, clean, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""A program: makes a prediction, a push and a gather, and prints which modules of serving and gather each passed."""
+"""A program that makes a prediction, a push and a gather, and prints which modules of these packages each passes."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 import shoal
 
 SRC = f"{Path(shoal.__file__).parent}/"
-sys.path.append(str(Path(__file__).parents[2]))  # for what the tests share
+sys.path.append(str(Path(__file__).parents[2]))  # for helpers of other tests
 passed = {}
 request = None
 
@@ -22,7 +22,7 @@ def note(frame, event, arg):
 
 
 def traced(name, work):
-    """Runs it twice: the first time also makes what later ones find."""
+    """Runs ``work`` twice and records the second time; the first run also creates what later runs reuse."""
     global request
     work()
     passed[name] = set()
@@ -67,7 +67,7 @@ def serving(folder):
     data = message.SerializeToString()
     with grpc.insecure_channel(server.address) as channel:
         predict = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
-        for _ in range(4):  # until requests are known to be short
+        for _ in range(4):  # until the server knows that requests are short
             predict(data, timeout=60)
         traced("predict", lambda: predict(data, timeout=60))
     source = HandSource({replica.name: 4})
@@ -99,7 +99,7 @@ def gathering():
 
 
 if __name__ == "__main__":
-    threading.setprofile(note)  # before any thread of ours exists
+    threading.setprofile(note)  # before any thread is started
     sys.setprofile(note)
     serving(sys.argv[1])
     gathering()

@@ -1,4 +1,4 @@
-"""The kit behind checkpoints: manifests, folders, files in a folder that stays, series. Plain files, then processes."""
+"""`shoal.durable`: manifests, new folders, files replaced in a folder, series. Plain files, then processes."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path):
 
 def read_or_none(path, unsealed):
     try:
-        return str(read_saved(path, unsealed=unsealed))  # the same as before: white space alone was changed
+        return str(read_saved(path, unsealed=unsealed))  # only white space was changed
     except DataError:
         return None
 
@@ -146,7 +146,7 @@ def test_every_damage_of_every_file_of_a_folder_is_named(tmp_path):
                 read_folder(tmp_path / "f").verify()
 
 
-# --- files in a folder that stays -------------------------------------------------------------------------------------
+# --- files replaced in a folder ---------------------------------------------------------------------------------------
 
 
 def save(base, texts, *, stop_at=None):
@@ -218,7 +218,7 @@ def test_a_process_that_dies_in_a_save_leaves_the_old_one_or_the_new_one(tmp_pat
     save(base, {"-0": "third"})
     assert contents(base) == {"t-0": "third"}
     left = {name for name in os.listdir(tmp_path) if "-tmp-" in name}
-    assert len(left) == (4 if renames == 0 else 0)  # three files and the manifest of the save that never was
+    assert len(left) == (4 if renames == 0 else 0)  # three files and the manifest of the interrupted save
 
 
 def test_saves_at_the_same_time_leave_one_that_is_whole(tmp_path):
@@ -278,7 +278,7 @@ def test_a_series_without_a_whole_folder_is_an_error_and_an_empty_one_is_not(tmp
     series = series_of(tmp_path, 2)
     for number in (1, 2):
         (tmp_path / f"ckpt-{number:03d}" / "a").write_text("")
-    with pytest.raises(DataError, match=r"no checkpoint in .* is whole: .*ckpt-002.*ckpt-001"):
+    with pytest.raises(DataError, match=r"no checkpoint in .* is complete: .*ckpt-002.*ckpt-001"):
         series.load_newest(load, pytest.fail)
 
 

@@ -1,4 +1,4 @@
-"""examples/ray_train.py on a local Ray: two workers, one of which dies; the end is that of a run without Ray."""
+"""examples/ray_train.py on a local Ray: two workers, one of which dies; the result equals that of a run without Ray."""
 
 import os
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_a_lost_worker_is_replaced_and_the_end_is_that_of_a_run_without_ray(tmp_
     ray = pytest.importorskip("ray")
     pytest.importorskip("ray.train.torch")
     expected = run_ranks(2, on_rank, folder=data(tmp_path / "plain"), timeout_s=400)[0][0]
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # Ray's own 15 starves on a machine that is busy
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # with Ray's default of 15 workers starve on a busy machine
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     start_ray()
     try:

@@ -1,4 +1,4 @@
-"""Readers of live streams, of configurations of joins, systems and tables, and of what servers of a group say."""
+"""Readers of live streams, of configurations of joins, systems and tables, and of messages in a group of servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damages input of every reader for as long as it is told: `make fuzz`, an hour before a release.
+"""Feeds damaged input to every reader for a given time: `make fuzz`, for an hour before a release.
 
     python -m tests.fuzz.run --seconds 3600
     python -m tests.fuzz.run --only predict --seconds 60 --seed 7

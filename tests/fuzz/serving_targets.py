@@ -1,4 +1,4 @@
-"""What a model server reads of a net and of a connection, with valid input to damage."""
+"""Readers of a model server, for nets and connections, with valid input to damage."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from shoal.serving.server.net.native import NativeNet
 from shoal.serving.tensors import encode_tensor
 from shoal.testing.fuzz import Target
 
-MOST = 1 << 16  # values that a damaged plan is tried with
-TRIED_EVERY = 16  # connections, after which a good caller must be answered
+MOST = 1 << 16  # the number of values to run a damaged plan with
+TRIED_EVERY = 16  # after this many connections, a good caller must be answered
 
 
 class _Net(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Every reader of bytes from outside, with valid input to damage."""
+"""Every reader of external bytes, with valid input to damage."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def _checkpoint(folder: Path) -> Target:
     base = folder / "ckpt" / "t"
     table.save(str(base))
     for manifest in (folder / "ckpt").glob("*.manifest"):
-        manifest.unlink()  # it would have every damage refused at once
+        manifest.unlink()  # with it, all damage would be detected at once
     path = max((folder / "ckpt").iterdir(), key=lambda one: one.stat().st_size)
     seed = path.read_bytes()
     ids = torch.arange(40)

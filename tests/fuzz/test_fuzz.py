@@ -1,4 +1,4 @@
-"""Readers of bytes from outside refuse damaged input by an error of ours, and never break or hang on it."""
+"""Readers of external bytes reject damaged input with one of our errors, and never crash or hang."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the gather's tests share."""
+"""Fixtures of the gather's tests."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The fixture "small" of the specification, and payloads to order."""
+"""A small model, its plan and store, and payloads made to order."""
 
 import torch
 
@@ -15,7 +15,7 @@ from shoal.gather import (
 
 WINDOW = 7
 PRIMARIES = [2, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41]
-RESERVES = [43, 5, 47, 2, 53, 59]  # repeats primaries, good and bad
+RESERVES = [43, 5, 47, 2, 53, 59]  # contains some primaries again, good and bad ones
 ABSENT, LATE, OUT_OF_RANGE, BAD_SHIFT, TRUNCATED = 5, 11, 17, 23, 31
 BAD_RESERVE = 47
 REASONS = {

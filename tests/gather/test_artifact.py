@@ -1,4 +1,4 @@
-"""The canonical artifact: layout, damage, replay, and that it is written once (A3)."""
+"""The canonical artifact: layout, damage, replay, and that it is written once."""
 
 import hashlib
 import json

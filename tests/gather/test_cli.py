@@ -14,7 +14,7 @@ from shoal.errors import ConfigError
 from shoal.gather import GradientSpec, LocalDirStore, dump_payload, load_payload
 from tests.gather.helpers import WINDOW, payload, small_spec
 
-TIME_MAX = 10**15  # of 2001, so that nobody who is absent is waited for
+TIME_MAX = 10**15  # in 2001, so that it does not wait for missing peers
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -73,7 +73,7 @@ def test_a_window_is_run_inspected_and_replayed(peers, capsys):
     assert main(["gather", "replay", str(artifact), "--expect", summary["update hash"], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["update hash"] == summary["update hash"]
     assert main(["gather", "replay", str(artifact), "--expect", "00"]) == 1
-    assert main(run_arguments(peers, "--peers", "8", "--no-artifact")) == 3  # nobody came
+    assert main(run_arguments(peers, "--peers", "8", "--no-artifact")) == 3  # no peer came
 
 
 def test_a_payload_is_inspected(peers, capsys):

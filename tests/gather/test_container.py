@@ -1,4 +1,4 @@
-"""Containers of peers that are not trusted: what is read, what is corrupt, what is unsafe, and what it costs (A13)."""
+"""Containers of untrusted peers: what is read, corrupt or unsafe, and how much memory that takes."""
 
 import contextlib
 import gc
@@ -172,7 +172,7 @@ def test_views_of_a_small_storage_are_no_bomb():
 
 def test_every_flipped_byte_of_an_archives_end_has_a_reason():
     data = bytearray(dump_payload(payload(small_spec(), 3), format="pt"))
-    for at in range(len(data) - 98, len(data)):  # the directory's own end, which is read before anything else
+    for at in range(len(data) - 98, len(data)):  # the end of the directory, which is read first
         kept, data[at] = data[at], data[at] ^ 0xFF
         with contextlib.suppress(PayloadRejected):
             validate(load_payload(bytes(data), small_spec()), small_spec())
@@ -218,7 +218,7 @@ def anonymous_kib():
     raise AssertionError
 
 
-def test_bombs_are_skipped_with_their_reason_and_cost_little_memory():  # A13
+def test_bombs_are_skipped_with_their_reason_and_cost_little_memory():
     spec = small_spec()
     bomb = io.BytesIO()
     with (

@@ -1,4 +1,4 @@
-"""Fetching one share: times, retries, deadlines, limits, changes under our feet, spill files and restarts."""
+"""Fetching one share: times, retries, deadlines, limits, objects that change meanwhile, spill files and restarts."""
 
 import asyncio
 import gc
@@ -289,7 +289,7 @@ def test_a_caller_with_a_loop_is_not_blocked(monkeypatch):
         def wait(*args, **kwargs):
             while turns.acquire(blocking=False):
                 pass
-            calls.append((name, turns.acquire(timeout=60)))  # the caller's loop turns while this call lasts
+            calls.append((name, turns.acquire(timeout=60)))  # the caller's loop keeps running during this call
             return call(*args, **kwargs)
 
         return wait
@@ -307,7 +307,7 @@ def test_a_caller_with_a_loop_is_not_blocked(monkeypatch):
             patch.setattr(protocol._Gather, "_agree", while_the_loop_turns("collective", protocol._Gather._agree))
             result = await agather(GatherPlan(WINDOW, [1, 2]), SPEC, store_of(1, 2))
         task.cancel()
-        nested = gather(GatherPlan(WINDOW, [1]), SPEC, store_of(1))  # also from a thread that runs a loop
+        nested = gather(GatherPlan(WINDOW, [1]), SPEC, store_of(1))  # also in a thread that runs an event loop
         return result.uids, nested.uids
 
     assert asyncio.run(main()) == ([1, 2], [1])

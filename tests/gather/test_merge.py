@@ -1,4 +1,4 @@
-"""The merge as a pure function: rules, counters, and that order, grouping and repetition do not matter (A17)."""
+"""The merge as a pure function: rules, counters, and that order, grouping and repetition do not matter."""
 
 import pytest
 import torch

@@ -107,7 +107,7 @@ def test_severities(overlap, severity):
 
 def test_a_pair_counts_the_parameters_that_both_have():
     lacking = source(CHOICES | {14: (CHOICES[14][0], None)})
-    lacking.norms = torch.zeros(3, 0)  # nobody asks for them here
+    lacking.norms = torch.zeros(3, 0)  # not used here
     report = index_overlap(lacking, spec=SPEC)
     assert report.counts[0, 2] == 2
     assert report.min_overlap == 2 / 8

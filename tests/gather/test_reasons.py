@@ -1,4 +1,4 @@
-"""Validation against a plain reading of its table: random damage, several at once, and the first rule that fails."""
+"""Validation against a direct reading of its rules: random damage, several at once, and the first rule that fails."""
 
 import math
 

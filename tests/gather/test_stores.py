@@ -1,4 +1,4 @@
-"""One conformance suite for every store, and what each adds: files on disk, S3 over HTTP with faults (moto)."""
+"""One conformance suite for every store, and the tests of each: files on disk, S3 over HTTP with faults (moto)."""
 
 import asyncio
 import os
@@ -57,7 +57,7 @@ class Faults:
 
     def __call__(self, environ, start_response):
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        with self.lock:  # requests come side by side
+        with self.lock:  # requests are concurrent
             earlier = self.requests.count((method, path))
             self.requests.append((method, path))
         fault = self.rule(method, path, earlier) if self.rule else None
@@ -253,7 +253,7 @@ def test_s3_errors_are_told_apart(s3):
     finally:
         faults.rule = None
     assert result.uids == [5]
-    assert result.skip_reasons == {6: "store_error", 7: "store_error"}  # no rights; no bucket peer-7
+    assert result.skip_reasons == {6: "store_error", 7: "store_error"}  # no permission; no bucket peer-7
     assert result.record["retries"] >= 2
 
 

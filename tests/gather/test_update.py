@@ -1,4 +1,4 @@
-"""The outer update: arithmetic, order, memory, duplicates, ledger, failures (A2, A5, A11, A12, A16, A19)."""
+"""The outer update: arithmetic, order, memory, duplicates, ledger, failures."""
 
 import math
 
@@ -206,7 +206,7 @@ def test_half_values_are_added_in_float32(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("budget", [1 << 30, 17_000])
-def test_half_parameters_get_the_float32_update_rounded_once(dtype, budget):  # A19
+def test_half_parameters_get_the_float32_update_rounded_once(dtype, budget):
     spec = small_spec()
     result = gathered(spec, PRIMARIES)
     full, report32 = applied(spec, result)
@@ -268,12 +268,12 @@ def test_hash_is_of_the_float32_update():
     update, report = applied(spec, result)
     digest = blake2b(digest_size=32)
     for param in spec.params:
-        zeroed = update[param.name] + 0.0  # -(-0.0) of the subtraction
+        zeroed = update[param.name] + 0.0  # turns -0.0 into 0.0
         digest.update(param.name.encode() + b"\0" + zeroed.numpy().tobytes())
     assert report.update_hash == digest.hexdigest()
 
 
-def test_thread_counts_do_not_change_a_bit():  # A16
+def test_thread_counts_do_not_change_a_bit():
     spec = GradientSpec.from_model(model_of(((512, 768),)), target_chunk=32, topk=32)
     before, seen = (shoal.num_threads(), torch.get_num_threads()), set()
     try:
@@ -296,7 +296,7 @@ def anonymous_bytes():
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
 
-def test_memory_does_not_grow_with_peers():  # A5
+def test_memory_does_not_grow_with_peers():
     spec = GradientSpec.from_model(model_of(((1024, 1024),)), target_chunk=32, topk=64)
     budget = 6 << 20
     peaks, grown = {}, {}
@@ -315,7 +315,7 @@ def test_memory_does_not_grow_with_peers():  # A5
     assert grown[64] - grown[4] < 0.1 * 60 * spec.payload_bytes
 
 
-def test_resident_memory_of_a_gather_on_disk_does_not_grow_with_payloads():  # A5
+def test_resident_memory_of_a_gather_on_disk_does_not_grow_with_payloads():
     spec = GradientSpec.from_model(model_of(((2048, 1024),)), target_chunk=32, topk=64)
     few = [dump_payload(payload(spec, uid)) for uid in range(4)]
     datas = {uid: few[uid % 4] for uid in range(64)}
@@ -331,7 +331,7 @@ def test_resident_memory_of_a_gather_on_disk_does_not_grow_with_payloads():  # A
 # ---- duplicates, ledger, failures
 
 
-def test_a_peer_that_comes_twice_is_applied_once():  # A11
+def test_a_peer_that_comes_twice_is_applied_once():
     spec, store = small_spec(), small_store()
     clean = gather(small_plan(), spec, store, config=QUICK)
     _, report = applied(spec, clean)
@@ -349,7 +349,7 @@ def test_a_peer_that_comes_twice_is_applied_once():  # A11
     assert overlapping.duplicates_dropped == len(set(shared[0].uids) & set(shared[1].uids)) > 0
 
 
-def test_a_window_can_be_applied_once():  # A12
+def test_a_window_can_be_applied_once():
     spec, result = small_spec(), gathered(small_spec())
     ledger, model = UpdateLedger(), model_of()
     outer_update(model, sgd(model), result, spec=spec, ledger=ledger)
@@ -458,7 +458,7 @@ def test_a_step_that_fails_interrupts_the_update(snapshot):
 
 def test_a_step_sees_the_gradient_of_one_parameter_only():
     spec, model = small_spec(), model_of()
-    extra = torch.nn.Parameter(torch.ones(3))  # of the optimizer, not of the model
+    extra = torch.nn.Parameter(torch.ones(3))  # in the optimizer, but not in the model
     for p in (*model.values(), extra):
         p.grad = torch.ones_like(p)
     optimizer = torch.optim.SGD([*model.parameters(), extra], lr=1.0)

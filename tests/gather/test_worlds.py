@@ -1,4 +1,4 @@
-"""The same window for every world size: acceptance A1 to A4, A7 to A10, A14, A15, A18 and A20, on gloo processes."""
+"""The same window for every world size, failing ranks, sharded parameters; on gloo processes."""
 
 import asyncio
 import os
@@ -90,7 +90,7 @@ def worlds(tmp_path_factory):
     return folder, {w: run_ranks(w, everything, folder=str(folder)) for w in (1, 2, 3, 4)}
 
 
-def test_every_field_is_equal_for_every_world_size(worlds):  # A1
+def test_every_field_is_equal_for_every_world_size(worlds):
     _, runs = worlds
     base = runs[1][0]["fields"]
     for ranks in runs.values():
@@ -101,7 +101,7 @@ def test_every_field_is_equal_for_every_world_size(worlds):  # A1
     assert base["success_rate"] == 10 / 12
 
 
-def test_norms_overlap_and_update_are_bit_equal_for_every_world_size(worlds):  # A2
+def test_norms_overlap_and_update_are_bit_equal_for_every_world_size(worlds):
     _, runs = worlds
     base = runs[1][0]
     assert len(set(base["hashes"])) == 1
@@ -116,7 +116,7 @@ def test_norms_overlap_and_update_are_bit_equal_for_every_world_size(worlds):  #
     assert runs[1][0]["bytes_exchanged"] == 0 < runs[2][0]["bytes_exchanged"]
 
 
-def test_artifact_bytes_are_equal_for_every_world_size(worlds):  # A3
+def test_artifact_bytes_are_equal_for_every_world_size(worlds):
     folder, runs = worlds
     shas = {ranks[0]["sha"] for ranks in runs.values()}
     assert len(shas) == 1
@@ -127,7 +127,7 @@ def test_artifact_bytes_are_equal_for_every_world_size(worlds):  # A3
     assert report.update_hash == runs[1][0]["hashes"][0]
 
 
-def test_no_peer_is_streamed_twice(worlds):  # A4
+def test_no_peer_is_streamed_twice(worlds):
     _, runs = worlds
     for ranks in runs.values():
         total = {}
@@ -223,7 +223,7 @@ def example(rank, world):
     return result_fields(result), result.partial.report(), quality_metrics(result, plan, scores)
 
 
-def test_worked_example_of_three_ranks(run_ranks):  # A7
+def test_worked_example_of_three_ranks(run_ranks):
     runs = run_ranks(3, example)
     for fields, _, quality in runs:
         assert fields["uids"] == [3, 9, 27, 5, 41]
@@ -249,21 +249,21 @@ def broken_loop(rank, world, *, repair_rounds):
     def fail(op, uid, n):
         return RuntimeError("boom") if rank == 1 and op == "stream" and uid != first else None
 
-    first = PRIMARIES[1]  # absent: nothing of rank 1's share but this one is settled before the loop fails
+    first = PRIMARIES[1]  # absent: the only peer of rank 1 that is settled before the loop fails
     store = small_store(fail=fail)
     config = GatherConfig(retry_interval_s=0.02, repair_rounds=repair_rounds, max_concurrent_fetches=1)
     result = gather(small_plan(), small_spec(), store, group=group_of(world), config=config)
     return result_fields(result), result.record["repaired"], result.partial.skip_reasons
 
 
-def test_another_rank_repairs_what_a_broken_rank_left(run_ranks, worlds):  # A8
+def test_another_rank_repairs_what_a_broken_rank_left(run_ranks, worlds):
     base = worlds[1][1][0]["fields"]
     for fields, repaired, _ in run_ranks(3, broken_loop, repair_rounds=1):
         assert fields == base
         assert repaired > 0
 
 
-def test_without_repair_the_peers_of_a_broken_rank_are_local_errors(run_ranks):  # A8
+def test_without_repair_the_peers_of_a_broken_rank_are_local_errors(run_ranks):
     runs = run_ranks(3, broken_loop, repair_rounds=0)
     reasons = runs[0][0]["skip_reasons"]
     assert list(reasons.values()).count("local_error") >= 3
@@ -291,7 +291,7 @@ def dies(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_that_dies_while_fetching_is_named_by_all_others(run_ranks, world):  # A9
+def test_a_rank_that_dies_while_fetching_is_named_by_all_others(run_ranks, world):
     runs = run_ranks(world, dies, may_die=(1,))
     assert runs[1] is None
     for ranks, seconds, unchanged in (r for r in runs if r is not None):
@@ -478,7 +478,7 @@ def broken_step(rank, world):
 
 
 def test_a_step_that_fails_on_one_rank_interrupts_all_at_once(run_ranks):
-    assert max(run_ranks(3, broken_step)) < 150  # of the 240 that they would wait for each other
+    assert max(run_ranks(3, broken_step)) < 150  # much less than the 240 s that they would wait for each other
 
 
 def fetch_ranks(rank, world):
@@ -516,7 +516,7 @@ def all_bad(rank, world):
     return report.decision, report.result.skip_reasons, ledger.step, ledger.last, report.artifact_sha256
 
 
-def test_nothing_happens_when_every_peer_is_bad(run_ranks):  # A10
+def test_nothing_happens_when_every_peer_is_bad(run_ranks):
     for decision, reasons, step, last, sha in run_ranks(2, all_bad):
         assert decision == "SKIP"
         assert set(reasons) == {*PRIMARIES, 43, 47, 53, 59}
@@ -548,11 +548,11 @@ def other_spec(rank, world):
     return sum(store.head_calls.values())
 
 
-def test_another_plan_on_another_rank_has_no_effect(run_ranks, worlds):  # A20
+def test_another_plan_on_another_rank_has_no_effect(run_ranks, worlds):
     assert run_ranks(2, other_plan) == [worlds[1][1][0]["fields"]] * 2
 
 
-def test_another_spec_on_another_rank_stops_all_before_any_fetch(run_ranks):  # A20
+def test_another_spec_on_another_rank_stops_all_before_any_fetch(run_ranks):
     assert run_ranks(3, other_spec) == [0, 0, 0]
 
 
@@ -568,7 +568,7 @@ def window_twice(rank, world):
     return first.decision, ledger.step, ledger.last, first.artifact_sha256, sorted(store.artifacts), first.result.hash
 
 
-def test_a_window_is_applied_once(run_ranks):  # A12
+def test_a_window_is_applied_once(run_ranks):
     runs = run_ranks(2, window_twice)
     assert [r[:2] for r in runs] == [("APPLY", 1)] * 2
     assert runs[0][2] == (WINDOW, runs[0][5])
@@ -628,7 +628,7 @@ def sharded(rank, world, *, placement, budget):
 
 
 @pytest.mark.parametrize("placement", ["fsdp", 0, 1, 2])
-def test_sharded_model_ends_with_the_same_tensors_as_the_replicated_one(run_ranks, placement):  # A14
+def test_sharded_model_ends_with_the_same_tensors_as_the_replicated_one(run_ranks, placement):
     for sharded_bytes, whole_bytes in run_ranks(2, sharded, placement=placement, budget=20_000):
         assert 0 < sharded_bytes < whole_bytes
 
@@ -706,7 +706,7 @@ def two_dimensional(rank, world):
     from shoal.errors import ConfigError, UnsupportedError
     from shoal.gather import GradientSpec
 
-    shapes = ((48, 20), (36, 20), (33,), (20, 4, 3))  # 12 rows a rank, in chunks of 8
+    shapes = ((48, 20), (36, 20), (33,), (20, 4, 3))  # 12 rows per rank, in chunks of 8
     whole = model_of(shapes)
     spec = GradientSpec.from_model(whole, target_chunk=8, topk=6)
     objects = {(WINDOW, uid): MemoryObject(dump_payload(payload(spec, uid)), uid) for uid in range(5)}
@@ -772,7 +772,7 @@ def infinite_shard(rank, world):
     return report.skipped_params, report.applied_params
 
 
-def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(run_ranks):  # A15
+def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(run_ranks):
     assert run_ranks(2, infinite_shard) == [(["p0"], ["p1"])] * 2
 
 
@@ -787,7 +787,7 @@ def consumers(rank, world, *, folder):
     import torch.distributed as dist
 
     dist.barrier()
-    local = gather(small_plan(), spec, small_store(), config=QUICK)  # the whole window on this rank alone
+    local = gather(small_plan(), spec, small_store(), config=QUICK)  # the complete window on one rank
     partials = [gather_share(spec, share) for share in (PRIMARIES[::2], PRIMARIES[1::2], [43, 53, 59, 47])]
     answers = []
     for source in (local, partials, partials[::-1], ArtifactReader(path), merge(partials, small_plan())):
@@ -816,7 +816,7 @@ def small_plan_of(uids):
     return GatherPlan(WINDOW, uids, time_max=small_plan().time_max_us, timeout_s=20.0)
 
 
-def test_every_consumer_answers_alike_for_every_source(run_ranks, tmp_path):  # A18
+def test_every_consumer_answers_alike_for_every_source(run_ranks, tmp_path):
     for same in run_ranks(2, consumers, folder=str(tmp_path)):
         assert same == [True] * 5
 
@@ -838,7 +838,7 @@ def slow(rank, world):
         async def head(self, window, uid, **names):
             self.inside += 1
             assert self.inside == 1  # one fetch at a time
-            self.waited += 2 * LATENCY_S  # of a head and a stream
+            self.waited += 2 * LATENCY_S  # for a head and a stream
             turn = round(self.waited / (2 * LATENCY_S))
             shared.add(f"turn {turn}", 1)
             while shared.add(f"turn {turn}", 0) < world:
@@ -855,7 +855,7 @@ def slow(rank, world):
     return store.waited
 
 
-def test_fetching_gets_faster_with_ranks(run_ranks):  # A6, but for what the machine adds; the benchmark measures that
+def test_fetching_gets_faster_with_ranks(run_ranks):  # the benchmark measures the real times
     times = {w: max(run_ranks(w, slow)) for w in (1, 2, 4)}
     assert times[2] <= 0.6 * times[1]
     assert times[4] <= 0.35 * times[1]

@@ -1,7 +1,7 @@
 """The quick launches against Triton's own: the same compiled kernel, grid and arguments, in the same order.
 
-Kernels are compiled for a card that is not here, and a launcher that only takes notes stands where the card's would;
-run by `tests/test_gpu_compile.py`.
+Kernels are compiled for a GPU that is not present, and a launcher that only records its calls replaces the GPU's; run
+by `tests/test_gpu_compile.py`.
 """
 
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ offline.Hopper.utils = SimpleNamespace(
 torch._C._cuda_getDevice = lambda: 0
 torch._C._cuda_getCurrentRawStream = lambda device: 0
 stored.as_device = lambda device, name: torch.device("cpu")
-torch.empty = torch.zeros  # nothing is computed: what is read back had better be something
+torch.empty = torch.zeros  # nothing is computed, so values that are read back must be initialised
 COMPARED = {"first": 0, "again": 0}
 
 
@@ -84,7 +84,7 @@ def watch_fast(call=ops_launch.Fast._launch):
 
 watch_bound()
 watch_fast()
-ops_launch.Kernel.__call__ = lambda *_, **__: None  # takes numbers alone, and has one way
+ops_launch.Kernel.__call__ = lambda *_, **__: None  # takes only numbers, and has only one launch path
 
 
 def of_tables():
@@ -95,7 +95,7 @@ def of_tables():
             table.lookup(ids)
             table.apply_gradients(ids, grads, 1 << 40, enable_dedup=True, req_time=n)
             table.apply_gradients(ids, grads, 1, distinct=True)
-            table.lookup(torch.arange(n + 1)[1:], insert_missing=True)  # begins at 8 bytes
+            table.lookup(torch.arange(n + 1)[1:], insert_missing=True)  # its address is at an offset of 8 bytes
 
 
 def of_ops():
@@ -115,7 +115,7 @@ of_tables()
 of_ops()
 made = len(DIRECT)
 with triton.knobs.runtime.scope():
-    triton.knobs.runtime.launch_enter_hook.add(lambda _: None)  # somebody listens, as a profiler does
+    triton.knobs.runtime.launch_enter_hook.add(lambda _: None)  # a hook is set, as by a profiler
     of_tables()
 assert len(DIRECT) == made
 assert len(set(DIRECT)) > 10, set(DIRECT)

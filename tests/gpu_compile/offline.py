@@ -1,4 +1,4 @@
-"""Triton without a GPU: kernels are compiled for a Hopper card, down to its machine code, instead of being launched."""
+"""Triton without a GPU: kernels are compiled for a Hopper GPU, down to its machine code, instead of being launched."""
 
 import re
 

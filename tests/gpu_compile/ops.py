@@ -1,4 +1,4 @@
-"""Calls of every kernel of `shoal.ops`, compiled for a card that is not here; run by `tests/test_gpu_compile.py`."""
+"""Calls of every kernel of `shoal.ops`, compiled for a GPU that is not present; run by `tests/test_gpu_compile.py`."""
 
 import offline
 import torch
@@ -25,14 +25,14 @@ from shoal.ops.layout.op import _arguments
 
 def compile_only(kernel, grid, *args, warps=4, **constants):
     made = offline.compile_only(kernel.jit, [(1 << 40) + 7] * len(args), num_warps=warps, **constants)
-    if constants.get("INLINE"):  # its assembly would swap twice
+    if constants.get("INLINE"):  # its inline assembly would be swapped twice
         assert offline.one_thread_each(made.asm["ttgir"]), constants
 
 
 launch.Kernel.__call__ = compile_only
 launch.Fast._launch = lambda kernel, grid, *args, **constants: offline.compile_only(kernel.jit, args, **constants)
 assert not launch.INTERPRETED
-torch.empty = torch.zeros  # nothing is computed: what is read back had better be something
+torch.empty = torch.zeros  # nothing is computed, so values that are read back must be initialised
 
 ids, splits = torch.arange(64), torch.tensor([0, 20, 64])
 rows = torch.ones(64, 6)

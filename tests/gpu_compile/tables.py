@@ -1,4 +1,4 @@
-"""Calls of every kernel of GPU tables, compiled for a card that is not here; run by `tests/test_gpu_compile.py`."""
+"""Calls of every kernel of GPU tables, compiled for a GPU that is not present; run by `tests/test_gpu_compile.py`."""
 
 import re
 
@@ -32,12 +32,12 @@ from shoal.table.protocol import FIRSTN, MAX, MEAN, SUM, Features, Part, Step, g
 def compile_only(bound, programs, *arguments):
     made = offline.compile_only(bound._fn, arguments, **bound._constants, **bound._options)
     if bound._fn is index_kernels.insert and not bound._constants["MULTI"] and not bound._constants["GIVEN"]:
-        # Of two reads of one row number, which others are writing, the first might have none and the second one.
-        # These are that of the first bucket, of the second, and of a free row; and, with LATER, of a row's time.
+        # A row number that others may be writing must be read once: a second read could differ from the first.
+        # The reads are: the first bucket, the second, a free row and, with LATER, a row's time.
         reads = 3 + bool(bound._constants["LATER"] and bound._constants["STAMP"])
         assert len(re.findall(r"tt\.load .*tensor<128x!tt\.ptr<i32>", made.asm["ttgir"])) == reads
     if bound._fn is changed_kernels.claim and bound._constants["SINGLE"] and bound._constants["ROWS_"]:
-        reads = 4 + bound._constants["STAMP"]  # the same three, where the id was found, and a row's time
+        reads = 4 + bound._constants["STAMP"]  # the same three, the place where the id was found, and a row's time
         assert len(re.findall(r"tt\.load .*tensor<128x!tt\.ptr<i32>", made.asm["ttgir"])) == reads
 
 
@@ -57,7 +57,7 @@ def of_segments(segments, entry_type=EntryConfig.TRAINING):
 
 ids = torch.arange(64)
 for optimizer in OPTIMIZERS:
-    if optimizer in ("batch_softmax", "dynamic_wd_adagrad"):  # has a row of one weight; has no name of its own
+    if optimizer in ("batch_softmax", "dynamic_wd_adagrad"):  # needs a row of one weight; has no short name
         continue
     made = shoal.HashTable(6, optimizer=optimizer, device="cuda", on_bad_gradient="skip")
     made.apply_gradients(ids, torch.ones(64, 6), enable_dedup=True, req_time=5)

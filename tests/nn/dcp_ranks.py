@@ -1,4 +1,4 @@
-"""A model with tables in all ways, for the tests of checkpoints of torch: what ranks do, in functions of a module."""
+"""A model with tables in all ways, and the functions that ranks run, for the tests of checkpoints of torch."""
 
 import torch
 import torch.distributed.checkpoint as dcp

@@ -1,4 +1,4 @@
-"""Rows under a `torch.amp.GradScaler`: unscaled, skipped on overflow, refused where backward updates them."""
+"""Rows under a `torch.amp.GradScaler`: unscaled, skipped on overflow, refused if backward updates them."""
 
 import pytest
 import torch
@@ -128,7 +128,7 @@ def test_an_update_in_backward_under_a_scaler_is_refused_with_the_way_out(module
     with pytest.raises(ValueError, match=REFUSED):
         torch.autograd.backward(scale.scale([model(batch).sum(), model(batch).sum()]))
     assert table.size() == 0
-    model(batch).sum().backward()  # a loss that is not scaled is what it was
+    model(batch).sum().backward()  # an unscaled loss works as before
     assert table.lookup(ids(7)).tolist() == [[-1, -1]]
 
 

@@ -1,4 +1,4 @@
-"""What happens between a forward and its backward: other forwards, other writers, other threads, recomputation."""
+"""Between a forward and its backward: other forwards, other writers, other threads, recomputation."""
 
 import threading
 
@@ -149,7 +149,7 @@ def test_recomputed_activations_train_as_kept_ones(kind, reentrant, held):
         module = HashEmbeddingBag(table, combiner="max") if kind == "max" else kind(table)
         top = nn.Linear(4, 1)
         optimizer = SparseOptimizer(module) if held else None
-        scale = torch.ones(1, requires_grad=True)  # reentrant checkpoints want an input with a gradient
+        scale = torch.ones(1, requires_grad=True)  # reentrant checkpoints need an input with a gradient
 
         def block(ids, scale, module=module, top=top):
             return torch.relu(top(module(ids) * scale))

@@ -1,4 +1,4 @@
-"""The ops under the modules: `opcheck`, and graphs that compile whole."""
+"""The ops under the modules: `opcheck`, and graphs that compile without a break."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def fresh_compiler():
 
 
 def test_opcheck():
-    tables = [make_table(), shoal.HashTable(3, optimizer=shoal.Sgd(lr=0.1))]  # of two groups
+    tables = [make_table(), shoal.HashTable(3, optimizer=shoal.Sgd(lr=0.1))]  # two groups
     for table in tables:
         keeper_of(table).hold()
     for kind in (SUM, MAX, -1):
@@ -51,7 +51,7 @@ class Model(nn.Module):
         return self.top(torch.relu(pooled)).sum() + self.rows(ids).pow(2).sum()
 
 
-# Traces, differentiates and partitions (which merges equal nodes) as inductor does, but compiles no C++.
+# Traces, differentiates and partitions (which merges equal nodes) like inductor, but compiles no C++.
 BACKEND = "aot_eager_decomp_partition"
 
 

@@ -25,7 +25,7 @@ class DenseTable:
         return self.rows[ids]
 
     def apply_gradients(self, ids, grads, global_step=0):
-        assert ids.unique().numel() == ids.numel()  # it takes no enable_dedup, so ids are distinct
+        assert ids.unique().numel() == ids.numel()  # it does not accept enable_dedup, so ids are distinct
         self.rows[ids] -= 0.5 * grads
 
 

@@ -1,4 +1,4 @@
-"""Whole steps on a GPU: nothing waits for the device, steps are captured as CUDA graphs, and compile whole."""
+"""Complete steps on a GPU: they do not wait for the device, and can be captured as CUDA graphs and compiled."""
 
 import time
 import warnings
@@ -38,7 +38,7 @@ def make_batch(seed, bags=6, device="cuda"):
 @contextmanager
 def no_waiting():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
+        warnings.simplefilter("ignore")  # a warning that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -52,7 +52,7 @@ def test_results_and_gradients_stay_on_the_tables_device_without_being_told():
     assert out.is_cuda
     out.sum().backward()
     assert table.lookup(torch.tensor([1], device="cuda")).tolist() == [[-1.0] * 4]
-    rows = HashEmbedding(table)([[1, 2], [3]])  # lists go there
+    rows = HashEmbedding(table)([[1, 2], [3]])  # lists are moved there
     assert rows.values.is_cuda
     assert not HashEmbeddingBag(table).cpu()(torch.tensor([[1, 2]])).is_cuda
 
@@ -84,7 +84,7 @@ def test_a_step_never_waits_for_the_device(combiner):
     collection = EmbeddingBagCollection(tables, combiner=combiner, max_length=length, padding_idx=3)
     embedding = HashEmbedding(tables)
     rows = {key: torch.arange(8, device="cuda") for key in KEYS}
-    weights = torch.rand(200, device="cuda", requires_grad=True)
+    weights = torch.rand(200).cuda().requires_grad_()
     batches = [make_batch(seed) for seed in range(6)]
     for table in tables.values():
         table.reserve(10_000)
@@ -120,7 +120,7 @@ def test_a_huge_bag_beside_small_ones():
 @pytest.mark.parametrize("kind", ["sum", "mixed"])
 def test_a_captured_step_follows_ids_steps_and_times(kind):
     rate = shoal.table.PolynomialDecay(1.0, 8, 0.0)
-    # Of rows that are alike another may be the largest where numbers are rounded otherwise.
+    # Of nearly equal rows, another may be the largest after different rounding.
     initializer = "zeros" if kind == "sum" else "uniform"
     options = {"optimizer": shoal.Sgd(lr=rate), "initializer": initializer, "expire_after": "30d"}
     tables, plain = make_tables(**options), make_tables("cpu", **options)
@@ -147,7 +147,7 @@ def test_a_captured_step_follows_ids_steps_and_times(kind):
         ours.refresh_clock()
         graph.replay()
     torch.cuda.synchronize()
-    ours(ids).backward(grad)  # and on, without the graph
+    ours(ids).backward(grad)  # continue without the graph
     seen.append(values.cpu())
     for own in seen:
         theirs(Keyed(list(KEYS), own, batch.lengths().cpu())).backward(grad.cpu())
@@ -166,7 +166,7 @@ def test_bad_offsets_on_the_device_are_told_of_by_a_later_call():
     bag(ids, torch.tensor([0, 2, 5], device="cuda"))
     bag(ids, torch.tensor([0, 3, 2, 5], device="cuda"))
     torch.cuda.synchronize()
-    with pytest.raises(ConfigError, match="offsets of an earlier batch"):
+    with pytest.raises(ConfigError, match="those of an earlier batch"):
         bag(ids, torch.tensor([0, 2, 5], device="cuda"))
     bag(ids, torch.tensor([0, 2, 5], device="cuda"))
 
@@ -177,9 +177,9 @@ def test_offsets_that_are_those_of_another_feature_are_told_of_once():
     three, two = (torch.tensor(offsets, device="cuda") for offsets in ([0, 1, 3], [0, 1, 2]))
     good = {"a": (torch.arange(3, device="cuda"), three), "b": (torch.arange(2, device="cuda"), two)}
     collection(good)
-    collection({"a": (good["a"][0], two), "b": (good["b"][0], three)})  # joined they rise from 0 to 5
+    collection({"a": (good["a"][0], two), "b": (good["b"][0], three)})  # concatenated, they rise from 0 to 5
     torch.cuda.synchronize()
-    with pytest.raises(ConfigError, match="offsets of an earlier batch"):
+    with pytest.raises(ConfigError, match="those of an earlier batch"):
         collection(good)
     for _ in range(3):
         collection(good)

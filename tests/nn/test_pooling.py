@@ -1,4 +1,4 @@
-"""What combiners make of rows, against their reference, and sums of gradients by id."""
+"""Combiners against their reference, and sums of gradients by id."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def compare(lengths, dim, kind, length, weighted, seed=0, padding=None):
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     weights = torch.randn(n, generator=generator) if weighted else None
     keep = torch.ones(n, dtype=torch.bool) if padding is None else ids != padding
-    rows[~keep] = 0  # as groups give padding
+    rows[~keep] = 0  # as in padding from groups
     ours, theirs = rows.clone().requires_grad_(), rows.clone().requires_grad_()
     our_weights, their_weights = (None if weights is None else weights.clone().requires_grad_() for _ in range(2))
     out = combine(Feature(0, kind, length), ours, ids, offsets, our_weights, padding)
@@ -30,7 +30,7 @@ def compare(lengths, dim, kind, length, weighted, seed=0, padding=None):
     kept = None if their_weights is None else their_weights[keep]
     expected = pool_reference(theirs[keep], left, kept, kind, length)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    with torch.no_grad():  # natively
+    with torch.no_grad():  # the native implementation
         native = combine(Feature(0, kind, length), ours, ids, offsets, our_weights, padding)
     torch.testing.assert_close(native, expected.detach(), rtol=1e-5, atol=1e-5)
     if kind in (MAX, FIRSTN):

@@ -1,4 +1,4 @@
-"""Modules over tables that span ranks: every rank takes part in every call, also one without ids."""
+"""Modules over tables that span ranks: every rank must make every call, even without ids."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_a_rank_that_refuses_its_batch_tells_the_others(bad):
         assert text
         assert (rank == 1) != text.startswith("PeerError"), text
         assert rank == 1 or "rank(s) [1] refused their part" in text
-        assert shape == (1, 6)  # the ranks still understand each other
+        assert shape == (1, 6)  # the ranks still communicate
 
 
 def test_a_rank_that_refuses_rows_tells_the_others():

@@ -1,4 +1,4 @@
-"""Modules are saved, loaded and copied as any other; tables are not pickled."""
+"""Modules are saved, loaded and copied like any other; tables are not pickled."""
 
 import copy
 import io
@@ -34,7 +34,7 @@ def test_a_state_dict_without_the_rows_of_servers_says_so():
 
     config = shoal.HashTable(4).config
     parts = DistributedHashTable(2, config, lambda i, c: shoal.HashTable.from_config(c, name=f"part_{i}"))
-    with pytest.warns(UserWarning, match="no rows of table 'part_0'.* the save of each of table.tables"):
+    with pytest.warns(UserWarning, match="not hold the rows of table 'part_0'.* the save of each of table.tables"):
         assert HashEmbeddingBag(parts).state_dict() == {}
 
 
@@ -77,7 +77,7 @@ def test_a_loaded_model_goes_on_as_the_saved_one(optimizer):
     other = trained(optimizer, steps=1, ids=range(100, 130), seed=1)
     assert str(other.load_state_dict(torch.load(file, weights_only=True))) == "<All keys matched successfully>"
     assert len(other[0].table) == len(model[0].table) == 21
-    for _ in range(3):  # optimizer state came along, and new ids start alike
+    for _ in range(3):  # optimizer state was copied, and new ids start equally
         assert torch.equal(rows(model), rows(other))
         step(model, range(10, 30))
         step(other, range(10, 30))
@@ -199,8 +199,8 @@ def test_a_deep_copy_keeps_what_is_shared_shared():
     twin = copy.deepcopy(nn.ModuleList([HashEmbedding(table), HashEmbeddingBag(table, fused=True)]))
     assert twin[0].table is twin[1].table
     assert twin[0].table.name == "shared"
-    with pytest.raises(ValueError, match="no table"):
-        SparseOptimizer(twin)  # fused=True came along
+    with pytest.raises(ValueError, match="must have a table"):
+        SparseOptimizer(twin)  # fused=True was copied
 
 
 def test_nothing_is_pickled():

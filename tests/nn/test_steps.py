@@ -1,4 +1,4 @@
-"""Which step an update is: counted on the host, and on the device once a CUDA graph has captured one."""
+"""The number of a step: counted on the host, and on the device once a CUDA graph has captured one."""
 
 import types
 
@@ -42,7 +42,7 @@ def test_tables_of_different_age_go_on_from_the_oldest():
 def test_a_step_that_was_never_run_cannot_be_captured(capture):
     _tables, own = slots()
     capture.on = True
-    with pytest.raises(UnsupportedError, match="without capturing"):
+    with pytest.raises(UnsupportedError, match="once without capture"):
         next_step(Capturable(), own)
     assert own[0].global_step == 0
 

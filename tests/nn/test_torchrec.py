@@ -1,4 +1,4 @@
-"""Collections in the place of TorchRec's: the same results and gradients in its own models, with the same weights."""
+"""Collections instead of TorchRec's: the same results and gradients in its own models, with the same weights."""
 
 import functools
 
@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 ROWS, DIM, BATCH = 20, 8, 5
 KEYS = ["f1", "f2", "f3"]
 MEAN = theirs.PoolingType.MEAN
-pytestmark = pytest.mark.filterwarnings("ignore")  # TorchRec's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TorchRec
 
 
 def configs(kind=theirs.EmbeddingBagConfig, **second):
@@ -292,7 +292,7 @@ def test_rows_begin_as_the_configuration_says():
              init_fn=functools.partial(torch.nn.init.constant_, val=7.0)),
         kind(num_embeddings=7, embedding_dim=4, name="given", init_fn=lambda param: param.copy_(weight)),
     ])  # fmt: skip
-    far = 1 << 60  # beyond num_embeddings, which is no limit here
+    far = 1 << 60  # beyond num_embeddings, which is not a limit here
     rows = {name: made({key: torch.tensor([[5], [far]]) for key in made.tables})[:, 4 * n : 4 * n + 4]
             for n, name in enumerate(made.tables)}  # fmt: skip
     assert rows["root"].abs().max() <= 0.1

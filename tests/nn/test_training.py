@@ -148,7 +148,7 @@ def test_a_failing_backward_changes_nothing():
     def fail(grad):
         raise RuntimeError("stop")
 
-    middle = dense * 1.0  # its hook runs after the bag's gradient has come
+    middle = dense * 1.0  # its hook runs after the bag's gradient
     middle.register_hook(fail)
     with pytest.raises(RuntimeError, match="stop"):
         (bag([[1]]) + middle).sum().backward()
@@ -198,11 +198,11 @@ def test_modules_of_one_table_agree_on_fused():
     HashEmbedding(table)
     with pytest.raises(ConfigError, match="fused"):
         HashEmbedding(table, fused=False)
-    with pytest.raises(ConfigError, match="no table"):
+    with pytest.raises(ConfigError, match="must have a table"):
         SparseOptimizer(table)
     held = make_table()
     optimizer = SparseOptimizer(HashEmbedding(held))
-    with pytest.raises(ConfigError, match="SparseOptimizer holds"):
+    with pytest.raises(ConfigError, match="in a SparseOptimizer"):
         HashEmbedding(held, fused=True)
     del optimizer
 
@@ -272,7 +272,7 @@ def test_gradients_accumulate_over_backwards_and_modules_until_the_step():
     assert (got.tolist(), sums.tolist()) == ([1], [[6.0]])
     optimizer.step()
     assert rows(table, 1) == [[-1.0]]
-    optimizer.step()  # nothing waits
+    optimizer.step()  # nothing is pending
     assert rows(table, 1) == [[-1.0]]
 
 
@@ -340,7 +340,7 @@ def test_clipping_counts_the_summed_gradient_of_a_row_and_dense_ones_too():
     optimizer.step()
     assert rows(table, 1)[0][0] == pytest.approx(-0.6, abs=1e-5)
     assert weight.grad.item() == pytest.approx(0.8, abs=1e-5)
-    assert optimizer.clip_grad_norm(1.0).item() == 0.0  # nothing waits
+    assert optimizer.clip_grad_norm(1.0).item() == 0.0  # nothing is pending
     (100 * bag([[1]])).sum().backward()
     optimizer.gradients()[table.name][1].fill_(float("inf"))
     with pytest.raises(RuntimeError, match="non-finite"):
@@ -406,7 +406,7 @@ def test_a_closure_is_run_and_its_loss_returned():
 
     assert optimizer.step(closure=closure).item() == 0.0
     assert rows(table, 1) == [[-1.0]]
-    assert optimizer.step(closure).item() == -1.0  # as torch's optimizers take it
+    assert optimizer.step(closure).item() == -1.0  # as in torch's optimizers
     assert optimizer.global_step == 2
 
 
@@ -442,7 +442,7 @@ def test_the_optimizer_takes_models_modules_and_tables_but_nothing_else():
     model = nn.Sequential(nn.Linear(1, 1), HashEmbedding(tables[0]))
     optimizer = SparseOptimizer([model, HashEmbeddingBag({"a": tables[1], "b": tables[0]}), tables[2]])
     assert [group["table"] for group in optimizer.param_groups] == [tables[i].name for i in (0, 1, 2)]
-    with pytest.raises(ConfigError, match="no table"):
+    with pytest.raises(ConfigError, match="must have a table"):
         SparseOptimizer(nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="int"):
         SparseOptimizer(3)
@@ -454,7 +454,7 @@ def test_a_rate_of_zero_cannot_be_scaled():
     table = make_table(lr=0.0)
     optimizer = SparseOptimizer(table, lr=0.1)
     HashEmbeddingBag(table)([[1]]).sum().backward()
-    with pytest.raises(ConfigError, match="rate of 0"):
+    with pytest.raises(ConfigError, match="rate other than 0"):
         optimizer.step()
 
 
@@ -512,7 +512,7 @@ def test_any_table_with_the_protocol_will_do():
     bag = HashEmbeddingBag(table)
     bag([[1, 1, 2]]).sum().backward()
     assert table.rows == {1: -2.0, 2: -1.0}
-    assert table.calls == [([1, 2], 0)]  # it takes no enable_dedup, so it gets distinct ids
+    assert table.calls == [([1, 2], 0)]  # it does not accept enable_dedup, so it gets distinct ids
     assert bag.state_dict() == {}
     optimizer = SparseOptimizer(bag)
     bag([[1]]).sum().backward()
@@ -554,5 +554,5 @@ def test_threads_that_train_one_table_lose_nothing(held):
         assert rows(table, 7) == [[0.0]]
         optimizer.step()
     assert rows(table, 1000, 1003) == [[-50.0]] * 2
-    assert rows(table, 7)[0][0] == -(2 * 200 + 4)  # and once a thread as `i`
+    assert rows(table, 7)[0][0] == -(2 * 200 + 4)  # and once per thread as `i`
     assert rows(table, 49) == [[-4.0]]

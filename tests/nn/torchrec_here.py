@@ -13,7 +13,7 @@ FOLDER = Path(os.environ.get("SHOAL_TORCHREC") or Path(__file__).parents[2] / "b
 def import_torchrec():
     """The package; skips the test module where there is none, or torch is one that it does not load with."""
     if FOLDER.is_dir() and str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))  # last: what the tests run with stays as it is
+        sys.path.append(str(FOLDER))  # at the end, so that it replaces no other package
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,4 +1,4 @@
-"""A real Chromium over its debugging pipe: opens pages at a size, evaluates JavaScript, takes pictures."""
+"""A real Chromium, controlled by its debugging pipe: opens pages at a size, evaluates JavaScript, takes pictures."""
 
 import base64
 import itertools

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of what processes show."""
+"""Fixtures of the tests of status pages, logs and metrics."""
 
 import pytest
 

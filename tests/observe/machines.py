@@ -1,4 +1,4 @@
-"""Two machines in one: network namespaces with a cable between them, made and removed by the test."""
+"""Two machines in one: network namespaces connected by a virtual cable, made and removed by the test."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The HTTP port of a process: what it answers, to whom, and where it may listen."""
+"""The HTTP port of a process: its answers, its callers, and the addresses that it may listen on."""
 
 import base64
 import json
@@ -121,14 +121,14 @@ def test_tokens_are_asked_for_and_a_browser_may_send_one_as_password(tmp_path):
         status, headers, _ = get(url, context=trusts)
         assert status == 401
         assert headers.get_all("WWW-Authenticate")[1].startswith("Basic")
-        assert get(f"{url}healthz", context=trusts)[2] == b"ok\n"  # alive, and no more
+        assert get(f"{url}healthz", context=trusts)[2] == b"ok\n"  # only that it is alive
         basic = base64.b64encode(b"anyone:secret").decode()
         for given in ("Bearer secret", f"Basic {basic}"):
             assert get(url, headers={"Authorization": given}, context=trusts)[0] == 200
             assert get(f"{url}healthz", headers={"Authorization": given}, context=trusts)[2] == b'{"secret": "detail"}'
         for given in ("Bearer wrong", "Basic wrong", "Basic " + base64.b64encode(b"secret:wrong").decode(), "secret"):
             assert get(f"{url}metrics", headers={"Authorization": given}, context=trusts)[0] == 401
-        with pytest.raises(OSError):  # it speaks TLS alone
+        with pytest.raises(OSError):  # it accepts only TLS
             urllib.request.urlopen(f"http://127.0.0.1:{port.port}/healthz", timeout=60)
     finally:
         port.stop()

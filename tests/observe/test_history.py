@@ -16,7 +16,7 @@ def test_counters_become_rates_and_gauges_stay_as_they_are():
         history.sample(now)
     found = history.read()
     assert found["times"] == [0.0, 2.0, 4.0, 6.0]
-    assert found["series"]["n"] == [None, 10.0, 0.0, None]  # a counter that fell was started anew
+    assert found["series"]["n"] == [None, 10.0, 0.0, None]  # a counter that fell was restarted
     assert found["series"]["level"] == [5.0, None, None, None]
 
 

@@ -53,8 +53,8 @@ def test_a_bucket_fills_at_its_rate_and_callers_have_their_own():
 def test_failed_requests_are_logged_up_to_a_bound_and_files_may_be_moved(tmp_path):
     log = AccessLog(tmp_path / "access.log", 0.5, max_failures=3)
     assert log.every == 2
-    told = [log.may_tell_failure() for _ in range(50)]
-    assert 3 <= sum(told) <= 6  # a second may end meanwhile
+    told = [log.may_log_failure() for _ in range(50)]
+    assert 3 <= sum(told) <= 6  # a new second may begin meanwhile
     assert log.left_out == 50 - sum(told)
     log.write(1793491200.1239, 0.25, model="m", error="", rows=None)
     (tmp_path / "access.log").rename(tmp_path / "access.log.1")
@@ -63,7 +63,7 @@ def test_failed_requests_are_logged_up_to_a_bound_and_files_may_be_moved(tmp_pat
     assert lines_of(tmp_path / "access.log.1") == [{"time": "2026-11-01T00:00:00.123Z", "seconds": 0.25, "model": "m"}]
     assert lines_of(tmp_path / "access.log")[0]["model"] == "n"
     assert stamp(0) == "1970-01-01T00:00:00.000Z"
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="cannot write the log"):
         AccessLog(tmp_path / "no/such/folder", 0.5)
     with pytest.raises(ConfigError, match="from 0 to 1"):
         AccessLog(tmp_path / "log", 1.5)

@@ -1,4 +1,4 @@
-"""Alert rules and dashboard: checked and tried by promtool, and described in the runbook."""
+"""Alert rules and dashboard: checked and tested with promtool, and described in the runbook."""
 
 import json
 import re
@@ -18,7 +18,7 @@ RULES = {
 }  # fmt: skip
 I = 'instance="h:1"'  # noqa: E741
 
-# Alert -> (series with values once a minute that make it fire by minute `at`, the minute, series that do not)
+# Alert -> (series, with one value per minute, that make it fire by minute `at`; the minute; series that do not)
 CASES = {
     "ShoalProcessDown": ([('up{job="shoal",instance="h:1"}', "0x10")], 2, [('up{job="shoal",instance="h:1"}', "1x10")]),
     "ShoalProcessFailed": ([('shoal_up_process_failed{process="p"}', "1x3")], 1, [("shoal_up_process_failed", "0x3")]),
@@ -201,7 +201,7 @@ def test_the_command_writes_files_that_prometheus_and_grafana_read(tmp_path, cap
     assert done.returncode == 0, done.stdout + done.stderr
     assert yaml.safe_load(prometheus_config([], ["http://h:1/targets.json"]))["scrape_configs"][0]["http_sd_configs"]
     for wrong, why in (
-        ([], "Give --write FOLDER"),
+        ([], "--write FOLDER must be given"),
         (["--write", str(tmp_path), "--target", "nohost"], "must be host:port"),
         (["--write", str(tmp_path), "--up", str(tmp_path / "none.toml")], "cannot read the configuration"),
     ):

@@ -1,4 +1,4 @@
-"""A whole system as people and Prometheus see it: its status pages in a real browser, its metrics, its alert rules."""
+"""A complete system: its status pages in a real browser, its metrics, its alert rules."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def system(tmp_path_factory):
         status = status_of(page)
         for one in status["processes"]:
             if one["kind"] == "trainer":
-                os.setpriority(os.PRIO_PGRP, one["pid"], 19)  # it has no end: others go first
+                os.setpriority(os.PRIO_PGRP, one["pid"], 19)  # it never ends, so others have priority
         yield page, status
     finally:
         running.send_signal(signal.SIGTERM)
@@ -104,7 +104,7 @@ def test_a_page_shows_its_process_with_history_and_fits_the_window(kind, size, s
     browser.until("[...document.querySelectorAll('.chart path')].some(p => (p.getAttribute('d') || '').includes('L'))")
     for text in EXPECTED[kind]:
         browser.until(f"document.body.innerText.includes({json.dumps(text)})")
-    assert browser.overflow() <= 0  # wide tables scroll by themselves
+    assert browser.overflow() <= 0  # wide tables scroll separately
     assert browser.run("[...document.querySelectorAll('.tile')].every(t => t.scrollWidth <= t.clientWidth + 1)")
     assert "does not answer" not in browser.text()
     browser.picture(tmp_path / "page.png")
@@ -133,7 +133,7 @@ def test_pages_draw_text_that_others_sent_as_text(system, browser):
     assert browser.run("window.bad") is None
 
 
-# Metrics that a process has only in some situations, and processes that this system does not have.
+# Metrics that exist only in some situations, or in processes that this system does not have.
 ELSEWHERE = re.compile(
     r"join_\w+|shoal_ps_(archive|follower|followers|leads|registry)\w*|touched_key_set_dropped_total|"
     r"parameter_sync_(failures|failed_rounds)_total|shoal_serving_(unauthenticated|errors)_total|shoal_train_lag_s|ALERTS|up"
@@ -153,7 +153,7 @@ def test_prometheus_reads_the_system_and_its_rules_and_panels_mean_something_the
         panels = [each["expr"] for panel in json.loads(dashboard())["panels"] for each in panel.get("targets", ())]
         for expression in (*rules, *panels):
             asked = expression.replace("$__rate_interval", "10s").replace("$instance", ".*")
-            prometheus.query(asked)  # a wrong one raises
+            prometheus.query(asked)  # a wrong expression raises
             names = set(
                 re.findall(r"\b(?:shoal|join|parameter_sync|touched|process)_\w+", re.sub(r'"[^"]*"', "", asked))
             )

@@ -1,4 +1,4 @@
-"""What another machine finds of every command: nothing by default, and with keys nothing without them."""
+"""What another machine can reach of every command: nothing by default, and with keys nothing without them."""
 
 import json
 
@@ -25,7 +25,7 @@ out = "dir:samples"
 """
 AGENT = "bzid b\nagent_version 3\nlayout_pattern blue\nzk_servers dir:registry\n"
 
-# Commands that answer, by how they are started and the word by which they are ready.
+# Commands that listen, with their arguments and the word that they print when ready.
 ANSWERING = {
     "serve": ("grpc", ["serve", "model", "--port", 0, "--rest-port", 0, "--threads", 1, "--json"]),
     "ps": ("address", ["ps", "--durability", "log", "--dir", "ps", "--registry", "dir:members", "--json"]),
@@ -38,12 +38,12 @@ ANSWERING = {
     "launch": ("metrics", ["launch", "-n", 2, "-m", "shoal", "train", "run.toml", "--json"]),
     "up": ('"up"', ["up", "online.toml", "--json"]),
 }
-# Those that ask, compute or write and then end; `bench comm` has ranks, which is what `launch` is tried with.
+# Commands that only ask, compute or write and then end; the ranks of `bench comm` are tested with `launch`.
 NEVER = {"bench", "predict", "gather", "rollback", "export", "demo", "table", "top", "monitor", "plan"}
 
 
 def test_every_command_is_tried_or_answers_nobody():
-    assert ANSWERING.keys() | NEVER | {"train"} == COMMANDS.keys()  # `launch` is tried with the ranks of `train`
+    assert ANSWERING.keys() | NEVER | {"train"} == COMMANDS.keys()  # `launch` is tested with the ranks of `train`
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +108,10 @@ def test_no_command_listens_beyond_this_machine_without_keys(arguments, folder, 
     (folder / "open.toml").write_text(UP + '[up]\npage = "0.0.0.0:0"\n')
     assert main([str(each) for each in arguments]) == 2
     said = capfd.readouterr().err
-    assert "insecure" in said  # what to say if it is meant
+    assert "insecure" in said  # names the flag that allows it
 
 
-# --- a look from another machine --------------------------------------------------------------------------------------
+# --- from another machine ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(600)
@@ -119,8 +119,8 @@ def test_another_machine_finds_no_port_of_any_command(machines):
     open_one = ["join", "other.toml", "--metrics", "0.0.0.0:0", "--allow-insecure", "--json"]
     started = {**ANSWERING, "open": ("metrics", open_one)}
     ready = machines.start([(name, wanted, arguments) for name, (wanted, arguments) in started.items()])
-    assert len(machines.listening()) >= 15  # they do listen, at home
-    assert machines.open_ports() == {port_of(ready["open"]["metrics"])}  # the one that was told to be open is found
+    assert len(machines.listening()) >= 15  # they listen locally
+    assert machines.open_ports() == {port_of(ready["open"]["metrics"])}  # the open one is found
 
 
 def port_of(address):
@@ -205,12 +205,12 @@ def test_what_listens_beyond_this_machine_with_keys_tells_nothing_to_those_witho
     (folder / "keys.toml").write_text(TRAIN + page)
     machines.start([(name, wanted, arguments) for name, (wanted, arguments) in BEYOND_WITH_KEYS.items()])
     found = sorted(machines.open_ports())
-    assert len(found) == 10  # gRPC and REST of a server; of an agent, with its own; rows and page; three pages
+    assert len(found) == 10  # gRPC and REST of a server; those of an agent and its own; rows and page; three pages
     strangers, known = machines.python(ASK, HOME, found, json.dumps(["", "s3cret"]))
     for port, (http, calls, rows) in zip(found, strangers, strict=True):
         assert {status for _, status in http} <= {400, 401}, port
         assert {code for _, code in calls} <= {"UNAUTHENTICATED", "UNAVAILABLE", "UNIMPLEMENTED"}, port
         assert rows is None, port
-    assert any(["/metrics", 200] in http for http, _, _ in known)  # with a token they do answer
+    assert any(["/metrics", 200] in http for http, _, _ in known)  # with a token they answer
     refused = {"UNAUTHENTICATED", "UNAVAILABLE", "UNIMPLEMENTED"}
     assert any(code not in refused for _, calls, _ in known for _, code in calls)

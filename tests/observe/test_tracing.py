@@ -1,4 +1,4 @@
-"""Traces: the context that requests bring, without an SDK and with a real one that sends to a receiver on loopback."""
+"""Traces: the context of requests, without an SDK and with a real one that sends to a receiver on loopback."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def test_the_context_of_a_request_is_read_and_a_broken_one_is_left_alone():
     with_state = received([("tracestate", "a=1"), ("traceparent", CONTEXT)])
     assert with_state == (("traceparent", CONTEXT), ("tracestate", "a=1"))
     assert trace_id(with_state) == TRACE
-    assert received([("traceparent", f"01-{TRACE}-{PARENT}-00-more")])  # a later version may say more
+    assert received([("traceparent", f"01-{TRACE}-{PARENT}-00-more")])  # a later version may have more fields
     for wrong in (
         "", "nonsense", CONTEXT.upper(), f"ff-{TRACE}-{PARENT}-01", f"00-{'0' * 32}-{PARENT}-01",
         f"00-{TRACE}-{'0' * 16}-01", f"{CONTEXT}-more", CONTEXT[:-1],
@@ -48,7 +48,7 @@ def test_without_an_sdk_the_context_is_passed_on_as_it_came():
     with inside(begin("work", "SERVER", headers)) as span:
         assert current() == headers
         with together("batch", [(), headers, (("traceparent", f"00-{'a' * 32}-{PARENT}-01"),)]):
-            assert current() == headers  # of the first that has one
+            assert current() == headers  # of the first request that has one
         span.finish(13, "it failed")
     assert current() == ()
     with inside(Span(None, ())):
@@ -177,7 +177,7 @@ def test_one_trace_goes_from_a_client_through_the_entry_to_all_shards(tmp_path, 
     entry = next(s for _, s in spans if s.name == "Predict" and _value(s, "shoal.model") == "m")
     assert by_id[entry.parent_span_id][0] == "shop"
     asked = [span for _, span in spans if "signature 'raw_lookup'" in span.name or "signature 'lookup'" in span.name]
-    assert len(asked) == 2  # side by side, one for each shard
+    assert len(asked) == 2  # at the same time, one for each shard
     for call in asked:
         answer = next(s for _, s in spans if s.parent_span_id == call.span_id)
         assert _value(answer, "shoal.model") in ("m:ps_0", "m:ps_1")
@@ -200,7 +200,7 @@ def test_single_requests_are_spans_also_where_they_are_answered_in_batches(tmp_p
     server, ready = serve(tmp_path, "--front", front, "--trace", receiver.url, "--trace-share", 0)
     ids = torch.tensor([[1]])
     try:
-        for _ in range(20):  # the native front end answers by itself from then on
+        for _ in range(20):  # from then on the native front end answers
             predict(ready["grpc"], user=ids)
         for _ in range(5):
             predict(ready["grpc"], [("traceparent", CONTEXT)], user=ids)
@@ -213,7 +213,7 @@ def test_single_requests_are_spans_also_where_they_are_answered_in_batches(tmp_p
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert json.load(answer) == {"predictions": [1.0]}
-        predict(ready["grpc"], [("traceparent", CONTEXT[:-1] + "0")], user=ids)  # whoever began it does not record it
+        predict(ready["grpc"], [("traceparent", CONTEXT[:-1] + "0")], user=ids)  # the caller does not record it
     finally:
         stop(server)
     parents = defaultdict(list)
@@ -224,7 +224,7 @@ def test_single_requests_are_spans_also_where_they_are_answered_in_batches(tmp_p
     assert sorted(each.status.code for each in served) == [0] * 5 + [2]
     assert all(each.start_time_unix_nano < each.end_time_unix_nano for each in served)
     assert [each.name for each in parents["1" * 16]] == ["Predict"]
-    assert {each.trace_id.hex() for _, each in receiver.spans} == {TRACE}  # nothing else began a trace
+    assert {each.trace_id.hex() for _, each in receiver.spans} == {TRACE}  # no other trace was started
 
 
 def test_traces_begin_at_the_server_as_often_as_asked_for(tmp_path, receiver):
@@ -233,7 +233,7 @@ def test_traces_begin_at_the_server_as_often_as_asked_for(tmp_path, receiver):
     try:
         for _ in range(30):
             predict(ready["grpc"], user=torch.tensor([[1]]))
-        time.sleep(0.6)  # the front end is asked twice a second
+        time.sleep(0.6)  # the front end is polled twice a second
     finally:
         stop(server)
     assert sum(span.name == "Predict" for _, span in receiver.spans) == 30

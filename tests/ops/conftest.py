@@ -1,7 +1,7 @@
 """Fixtures of the op tests, and where they run.
 
-Everywhere: the CPU kernels. Where there is a GPU: once more with tensors made on it (``-m gpu`` for these alone). With
-``TRITON_INTERPRET=1`` in the environment: the CUDA kernels in Triton's interpreter, on CPU tensors;
+They always test the CPU kernels. With a GPU they run a second time with tensors on it (``-m gpu`` runs only these).
+With ``TRITON_INTERPRET=1`` in the environment they test the CUDA kernels in Triton's interpreter, on CPU tensors;
 `test_cuda_kernels.py` starts such a run.
 """
 
@@ -25,9 +25,9 @@ SLOW_INTERPRETED = (
     "opcheck",
     "heavy_c",
     "gradcheck_of_random",
-)  # in a test's name: too slow there
+)  # words in names of tests that are too slow there
 
-HOST_ONLY = ("test_docs", "test_feature_configs", "test_sharding")  # of what runs on the CPU whatever the device
+HOST_ONLY = ("test_docs", "test_feature_configs", "test_sharding")  # tests of code that always runs on the CPU
 
 if INTERPRETED or torch.cuda.is_available():
     settings.register_profile("device", parent=settings.get_profile("shoal"), max_examples=5 if INTERPRETED else 12)
@@ -104,7 +104,7 @@ def same_for_any_thread_count():
             assert len(flat(other)) == len(flat(results[0]))
             for a, b in zip(flat(results[0]), flat(other), strict=True):
                 assert a.dtype == b.dtype
-                if a.is_cuda:  # sums by atomics: their order is not fixed
+                if a.is_cuda:  # sums by atomics have no fixed order
                     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
                 else:
                     assert torch.equal(a, b)

@@ -1,4 +1,4 @@
-"""The benchmark of the ops runs, and leaves what it is asked for."""
+"""The benchmark of the ops runs, and writes its files."""
 
 import json
 

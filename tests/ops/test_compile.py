@@ -211,7 +211,7 @@ def test_one_compiled_program_serves_all_sizes(name):
     for k in (1, 2, 5, 11):
         eager_args, compiled_args = fresh(grown(k)[name]), fresh(grown(k)[name])
         want = function(*eager_args)
-        # Sizes that happen to be equal are not taken to be the same.
+        # Sizes that happen to be equal are not assumed to be the same.
         with torch._dynamo.config.patch(error_on_recompile=k > 1), symbols.patch(use_duck_shape=False):
             got = compiled(*compiled_args)
         assert_same(got, want)
@@ -246,7 +246,7 @@ def test_opcheck(name, monkeypatch):
     gradients(function(*args), args)
     monkeypatch.undo()
     for op, op_args in calls:
-        # A gradient's own gradient is not offered.
+        # Second derivatives are not supported.
         detached = (
             fresh(op_args) if op.differentiable else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, op_args)
         )
@@ -271,7 +271,7 @@ def test_a_small_op_costs_little(device, monkeypatch):
     """Its 30 us are few calls of Python, all on the way to its kernel: it does without the dispatcher."""
     if device != "cpu":
         pytest.skip("a figure of the CPU")
-    torch.set_default_device(None)  # which is a mode, and calls on its own
+    torch.set_default_device(None)  # it is a mode, which makes calls itself
     index, values, length = ids(0, 1, 2, 0, 1, 2, 0, 1, 2, 0).view(10, 1), torch.randn(10, 4), ids(3)
     for op in _op.Op.all.values():
         monkeypatch.setattr(op, "overload", lambda *args: pytest.fail("went through the dispatcher"))

@@ -1,4 +1,4 @@
-"""The CUDA kernels: in Triton's interpreter everywhere, and what only they have.
+"""The CUDA kernels in Triton's interpreter, and the tests that only they need.
 
 The interpreter must be chosen before kernels are imported, so this folder's tests run once more in other processes.
 """
@@ -66,7 +66,7 @@ def test_packed_indices_and_bins_are_those_of_the_cpu(kernels, device, n):
     from shoal.gather.payload.codec import pack12, quantize, value_table
     from shoal.ops.cuda import codec
 
-    torch.set_default_device("cpu")  # the rest of `shoal.gather` makes its tensors there
+    torch.set_default_device("cpu")  # the rest of `shoal.gather` creates its tensors there
     indices = torch.randint(0, 4096, (n,))
     assert torch.equal(codec.unpack12(pack12(indices).to(device), n).cpu(), indices)
     if n:
@@ -124,7 +124,7 @@ def test_tensors_joined_by_one_launch_are_those_that_torch_joins(kernels, dtype)
     parts.append(torch.randn(7, 4, dtype=dtype).t())
     for scale in (1, 0.3):
         leaves = [part.clone().requires_grad_() for part in parts]
-        want = ops.aligned_flat_concat(leaves, scale)  # differentiated: by torch
+        want = ops.aligned_flat_concat(leaves, scale)  # with a gradient, torch computes it
         assert torch.equal(ops.aligned_flat_concat(parts, scale), want)
         want.sum().backward()
         assert all(torch.equal(leaf.grad, torch.full_like(leaf, scale)) for leaf in leaves)

@@ -1,4 +1,4 @@
-"""What every op has in common: argument names, what stands for a tensor, dtypes, and where gradients end."""
+"""Rules for every op: argument names, what counts as a tensor, dtypes, and where gradients end."""
 
 import inspect
 
@@ -160,7 +160,7 @@ SECOND = {
 def test_a_second_derivative_raises_where_it_would_be_wrong(name):
     x = torch.randn(3, 2, requires_grad=True)
     (grad,) = torch.autograd.grad(SECOND[name](x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivatives are not offered"):
+    with pytest.raises(RuntimeError, match="second derivatives are not supported"):
         grad.sum().backward()
 
 

@@ -431,7 +431,7 @@ def test_a_literal_first_size_pads_with_zeros_and_never_cuts():
     config.out_configs["vec"].shape = [[3, 4]]
     assert run_worked(3, config=config)[2].tolist() == [[22, 33, 27.5, 33], [2, 3, 27.5, 33], [0] * 4]
     config.out_configs["vec"].shape = [[1, 4]]
-    with pytest.raises(ValueError, match="fewer rows"):
+    with pytest.raises(ValueError, match="at least 2 rows"):
         run_worked(3, config=config)
 
 

@@ -163,7 +163,7 @@ def test_gathering_by_the_offsets_is_a_dictionary_lookup(data):
     tables = data.draw(st.lists(st.lists(st.integers(-9, 9), max_size=20), min_size=1, max_size=4))
     dims = data.draw(st.lists(st.integers(1, 4), min_size=len(tables), max_size=len(tables)))
     got = fused_reorder_by_indices(tables, data.draw(st.integers(1, 6)), dims)
-    # Each id's vector is made of its table, its id and the column.
+    # Each id's vector is computed from its table, its id and the column.
     slots = got.sharded_slot_sizes.view(-1, len(tables)).tolist()
     ids = iter(got.output.tolist())
     flat = [[m, next(ids), c] for sizes in slots for m, size in enumerate(sizes) for _ in range(size) for c in range(1)]

@@ -141,7 +141,7 @@ def test_a_serialized_batch_is_read_like_the_dict():
     want = sharding_sparse_fids(LAYOUT_IDS, 2, LAYOUT, True, "example_batch")
     same(sharding_sparse_fids(message, 2, LAYOUT, True, "example_batch"), want)
     same(sharding_sparse_fids(message.SerializeToString(), 2, LAYOUT, True, "examplebatch"), want)
-    message.named_feature_list[3].feature.append(fid_list([3]))  # no configuration names it: it may look like anything
+    message.named_feature_list[3].feature.append(fid_list([3]))  # not in the configuration, so it may have any content
     same(sharding_sparse_fids(message, 2, LAYOUT, True, "example_batch"), want)
     message.named_feature_list[3].type = shared
     same(sharding_sparse_fids(message, 2, LAYOUT, True, "example_batch"), want)

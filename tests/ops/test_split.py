@@ -156,7 +156,7 @@ def test_ragged_errors():
         ragged_split_by_indices([0, 5, 0], num, 2)
     with pytest.raises(ValueError, match="num_splits"):
         ragged_split_by_indices([0, 0, 0], num, 0)
-    num.row_splits[-1] = 2  # spoiled after it was built
+    num.row_splits[-1] = 2  # damaged after it was built
     with pytest.raises(ValueError, match="end at"):
         ragged_split_by_indices([0, 0, 0], num, 2)
     with pytest.raises(ValueError, match="Tensor"):

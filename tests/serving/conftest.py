@@ -1,4 +1,4 @@
-"""What the serving tests share: clean process-wide registries, a real ZooKeeper, small models."""
+"""Fixtures of the serving tests: clean process-wide registries, a real ZooKeeper, small models."""
 
 import os
 import socket
@@ -28,6 +28,7 @@ def clean_process():
         "ZK_AUTH",
     ):
         os.environ.pop(name, None)
+    reset_registry()  # removes tables of earlier tests
     yield
     reset_sync_clients()
     reset_registry()

@@ -1,4 +1,4 @@
-"""Small things that several serving tests use."""
+"""Helpers for several serving tests."""
 
 import time
 

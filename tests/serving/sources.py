@@ -50,7 +50,7 @@ class HandSource:
         other.rows = {table: dict(each) for table, each in (rows or other.rows).items()}
         return other
 
-    # --- what a publisher asks ----------------------------------------------------------------------------------------
+    # --- the publisher's calls ----------------------------------------------------------------------------------------
 
     def take(self):
         ids = {table: torch.tensor(sorted(each), dtype=torch.int64) for table, each in self.touched.items()}

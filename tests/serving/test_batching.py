@@ -1,4 +1,4 @@
-"""Micro-batching: who is joined, how joined requests are read and answered, and what happens to broken ones."""
+"""Micro-batching: which requests are batched, how they are read and answered, and what happens to broken ones."""
 
 import asyncio
 import random
@@ -93,7 +93,7 @@ def test_requests_of_other_kinds_and_filters_do_not_keep_the_others_apart():
     *encoded, plain = asyncio.run(main())
     assert encoded == [{"z": [3 * n]} if n in (2, 5) else {"y": [2 * n], "z": [3 * n]} for n in range(1, 7)]
     assert plain["y"].tolist() == [14]
-    assert sorted(sizes) == [2, 2, 3]  # of one filter, read alone, and without a filter
+    assert sorted(sizes) == [2, 2, 3]  # with one filter, read separately, and without a filter
 
 
 @pytest.mark.parametrize("encoded", [False, True])
@@ -115,7 +115,7 @@ def test_a_request_that_the_model_cannot_run_does_not_fail_its_neighbours(encode
         return batcher, await asyncio.gather(*asked, return_exceptions=True)
 
     batcher, results = asyncio.run(main())
-    assert batcher.batches == 4  # all together, then each alone
+    assert batcher.batches == 4  # all together, then one by one
     assert str(results[1]) == "negative"
     got = [decode_tensor(decode_response(each)[1]["y"]) if encoded else each["y"] for each in (results[0], results[2])]
     assert [each.tolist() for each in got] == [[2], [6]]
@@ -148,7 +148,7 @@ def test_requests_that_come_fast_are_gathered_and_a_slow_stream_is_not():
     crowd = asyncio.run(stream(20, 0.0))
     assert crowd.requests / crowd.batches > 4
     alone = asyncio.run(stream(4, 0.004))
-    assert alone.batches >= alone.requests / 4  # company by chance only
+    assert alone.batches >= alone.requests / 4  # batched only by chance
 
 
 def test_one_caller_in_a_loop_is_hardly_ever_made_to_wait(monkeypatch):
@@ -207,7 +207,7 @@ def test_requests_that_do_not_ask_alike_are_left_to_the_reader_that_can_say_why(
     assert join_calls([call_of()]) is None
     short = encode_content("float", (2, 3), b"\0" * 8)
     assert join_calls([decode_request(encode_request(model_spec("m"), {"x": short}))]) is None
-    repeated = b"\x08\x01\x12\x08\x12\x02\x08\x01\x12\x02\x08\x03\x2a\x04\0\0\x80\x3f"  # one value for a shape of three
+    repeated = b"\x08\x01\x12\x08\x12\x02\x08\x01\x12\x02\x08\x03\x2a\x04\0\0\x80\x3f"  # one value, shape of three
     call = decode_request(encode_request(model_spec("m"), {"x": repeated}))
     assert join_calls([call]) is None
     assert decode_tensor(repeated).tolist() == [[1, 1, 1]]
@@ -256,7 +256,7 @@ def test_broken_messages_never_join_and_never_crash():
         joined = join_calls([call])
         if joined is None:
             continue
-        alone = decode_tensor(bytes(data))  # what joins must be what the careful reader reads
+        alone = decode_tensor(bytes(data))  # a joined tensor must equal what the careful reader reads
         assert torch.equal(joined[0]["x"], alone), (round_, bytes(data).hex())
 
 

@@ -1,4 +1,4 @@
-"""`Client`: columns, joining and cutting, errors, asyncio, deadlines; then servers that are killed and come back."""
+"""`Client`: columns, batching and splitting, errors, asyncio, deadlines; then servers that are killed and restarted."""
 
 import asyncio
 import json
@@ -77,7 +77,7 @@ def test_what_is_missing_may_be_none_in_columns_of_any_kind():
     [
         ([["a"], "b"], "every row must be a list"),
         ([[1], 2], "every row must be a list"),
-        ([[1, 2], None], "equal lengths, got 0 to 2 values; pad them, or give texts"),
+        ([[1, 2], None], "equal lengths, got 0 to 2 values; pad them, or pass texts"),
         (["a", 3], "must hold texts only"),
         ([[1, 2], [3]], "1 to 2 values"),
         ([object()], "object"),
@@ -135,7 +135,7 @@ def test_only_what_may_succeed_elsewhere_is_tried_again(code, message, again):
     assert may_retry(StatusError(code, message)) is again
 
 
-# --- joining ----------------------------------------------------------------------------------------------------------
+# --- batching ---------------------------------------------------------------------------------------------------------
 
 
 def ask_all(asked, send, room=1, max_rows=8, max_bytes=1 << 20):
@@ -189,7 +189,7 @@ def test_a_call_that_is_too_large_for_the_server_is_halved():
     assert alone["y"].tolist() == [6.0]
 
 
-# --- against a server of ours in this process -------------------------------------------------------------------------
+# --- against a server in this process ---------------------------------------------------------------------------------
 
 
 def export(folder, version=7):
@@ -236,7 +236,7 @@ def test_predictions_are_what_the_net_says_however_they_are_asked(serve):
         assert torch.allclose(client.predict({"user": users, "price": prices})["score"], want, atol=1e-6)
         one = client.predict({"user": 3, "price": [[1, 2]]}, outputs=["score"])
         assert torch.allclose(one["score"], scores([3], [[1.0, 2.0]]), atol=1e-6)
-        one["score"].add_(1)  # a tensor of the caller's own
+        one["score"].add_(1)  # the caller owns this tensor
 
         async def together():
             rows = zip(users, prices, strict=True)
@@ -350,14 +350,14 @@ def test_a_token_is_shown_and_a_wrong_one_is_refused_at_once(serve):
 def test_texts_travel_as_string_tensors():
     echo = Recorder()
     with Client(echo.address, model="m", deadline=WAIT) as client:
-        client._forms["serving_default"] = Forms({})  # this server tells no metadata
+        client._forms["serving_default"] = Forms({})  # as if the server had sent no metadata
         got = client.predict({"user": ["u17", "ü"], "tags": [["a", "b"], ["c"]]})
     assert got["user"].tolist() == [b"u17", "ü".encode()]
     assert got["tags"].tolist() == [[b"a", b"b"], [b"c", b""]]
     assert {alias: each.dtype for alias, each in echo.requests[0].inputs.items()} == {"user": 7, "tags": 7}
 
 
-# --- replicas that are away, slow or hang -----------------------------------------------------------------------------
+# --- replicas that are unreachable, slow or hang ----------------------------------------------------------------------
 
 
 def test_an_address_that_refuses_is_passed_over(serve, refused, metrics):
@@ -542,7 +542,7 @@ def test_replicas_of_a_registry_appear_and_leave(tmp_path):
         with Client(registry, model="m", deadline=WAIT) as client, ThreadPoolExecutor(1) as pool:
             with pytest.raises(StatusError, match="lists no replica"):
                 client.predict(good, deadline=0.2)
-            early = pool.submit(client.predict, good)  # asked before anybody is there
+            early = pool.submit(client.predict, good)  # asked before there is a replica
             first.start()
             assert early.result(WAIT)["score"].shape == (1,)
             second.start()
@@ -585,5 +585,5 @@ def test_replicas_of_a_zookeeper_are_found_and_leave(tmp_path, zookeeper):
 
 def test_a_registry_that_is_away_is_told(refused):
     pytest.importorskip("kazoo")
-    with pytest.raises(ConfigError, match="cannot be reached"):
+    with pytest.raises(ConfigError, match="cannot reach"):
         Client(f"zk://{refused()}", model="m")

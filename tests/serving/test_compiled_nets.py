@@ -1,4 +1,4 @@
-"""Nets that AOTInductor compiles at export: the same answers, pushed weights, servers that may not run them."""
+"""Nets that AOTInductor compiles at export: the same answers, pushed weights, servers that must not run them."""
 
 import logging
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_a_compiled_net_is_run_where_that_is_allowed(tmp_path):
     if torch.cuda.is_available():
         check_gpu(where, load_servable(where, where.parent))
     (where / "variables" / "compiled_cpu.pt2").write_bytes(b"for another machine")
-    with pytest.raises(DataError, match=r"compiled_cpu\.pt2"):  # as any damaged file of an export
+    with pytest.raises(DataError, match=r"compiled_cpu\.pt2"):  # like any damaged file of an export
         load_servable(where, where.parent)
 
 
@@ -96,7 +96,7 @@ def test_without_a_compiler_the_program_alone_is_written(tmp_path, monkeypatch, 
     monkeypatch.setattr(compiled, "compiler", lambda: None)
     with caplog.at_level(logging.WARNING):
         where = export(tmp_path, "not_compiled")
-    assert "the net is not compiled, since there is no C++ compiler here" in caplog.text
+    assert "the net is not compiled because this machine has no C++ compiler" in caplog.text
     servable = load_servable(where, where.parent, Placement(compiled=True))
     assert servable.program.runs.startswith("torch, since")
     assert answer(servable, 3)["score"].shape == (3,)

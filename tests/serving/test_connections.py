@@ -1,4 +1,4 @@
-"""Connections: how many threads they take, what idle and slow ones do to others, where servers listen and tokens go."""
+"""Connections: their threads, idle and slow ones, where servers listen and tokens are sent."""
 
 import contextlib
 import os
@@ -116,7 +116,7 @@ def test_idle_connections_take_no_threads_and_requests_are_answered_between_them
             for connection in idle[::3]:
                 connection.settimeout(60)
                 assert ask(connection, "/healthz") == "ok\n"
-            assert ask(idle[0], "/healthz") == "ok\n"  # it was kept
+            assert ask(idle[0], "/healthz") == "ok\n"  # the connection was kept
             assert threads() <= before + http_pool.THREADS
         finally:
             server.stop(0)
@@ -157,7 +157,7 @@ def test_a_connection_too_many_replaces_the_one_that_is_idle_for_longest(pooled)
     assert [ask(each) for each in (second, third, first)] == ["/x"] * 3
     fourth = connect()
     assert ask(fourth) == "/x"
-    assert second.recv(1) == b""  # its end
+    assert second.recv(1) == b""  # closed
     assert [ask(each) for each in (first, third)] == ["/x"] * 2
 
 
@@ -170,9 +170,7 @@ def test_when_all_connections_are_busy_a_new_one_is_told_so(pooled):
     assert "503" in answer(connect())
     Echo.gate.set()
     assert [answer(connection) for connection in busy] == ["/wait"] * 2
-    eventually(
-        lambda: ask(connect()) == "/x", what="a connection to count as idle"
-    )  # it does a moment after its answer
+    eventually(lambda: ask(connect()) == "/x", what="a connection to count as idle")  # shortly after its answer
 
 
 def test_requests_that_never_end_do_not_hold_threads_for_ever(pooled, monkeypatch):
@@ -204,7 +202,7 @@ def test_an_idle_connection_is_closed_after_a_while(pooled, monkeypatch):
     assert time.monotonic() - begin < 30
 
 
-# --- where ------------------------------------------------------------------------------------------------------------
+# --- addresses --------------------------------------------------------------------------------------------------------
 
 
 def listening_addresses(port):

@@ -1,7 +1,7 @@
 """`--device cuda` and `--precision`: a GPU answers as the CPU does, also while rows and weights are pushed.
 
-Without a GPU the tests run in Triton's interpreter, in a process that sets it up before the first import; what is about
-CUDA graphs needs a GPU.
+Without a GPU the tests run in Triton's interpreter, in a process that sets it up before the first import; tests of CUDA
+graphs need a GPU.
 """
 
 import os
@@ -41,7 +41,7 @@ def test_in_the_interpreter(tmp_path):
     assert " passed" in run_tests(tmp_path, __file__)
 
 
-# --- where it may be --------------------------------------------------------------------------------------------------
+# --- allowed devices --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_other_placements_are_refused(fields, says):
 def test_a_gpu_that_is_not_there_is_refused():
     if INTERPRETED:
         pytest.skip("kernels are interpreted")
-    with pytest.raises(UnsupportedError, match="device 'cuda:99' needs a CUDA GPU of that number; torch sees"):
+    with pytest.raises(UnsupportedError, match="device 'cuda:99' needs a CUDA GPU with that number; torch sees"):
         ModelServer(device="cuda:99")
 
 
@@ -72,7 +72,7 @@ def test_batches_are_larger_on_a_gpu():
         assert Placement(device="cuda").batch_rows == 8192
 
 
-# --- a net of one's own -----------------------------------------------------------------------------------------------
+# --- a user's net -----------------------------------------------------------------------------------------------------
 
 
 class Net(torch.nn.Module):
@@ -173,7 +173,7 @@ def test_bf16_is_close(exported):
         assert not torch.equal(got["both"], answer(host, given)["both"])
 
 
-# --- what is pushed ---------------------------------------------------------------------------------------------------
+# --- pushes -----------------------------------------------------------------------------------------------------------
 
 
 @on_device

@@ -23,7 +23,7 @@ from shoal.serving.cluster.discovery import consul
 from tests.serving.helpers import eventually
 from tests.serving.test_registry import Directories, Fakes, Real, registry  # noqa: F401  (the fixture)
 
-pytestmark = pytest.mark.timeout(600)  # a ZooKeeper is started, in the midst of other work
+pytestmark = pytest.mark.timeout(600)  # starts a ZooKeeper, next to other tests
 
 TF_CONFIG = {
     "cluster": {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1", "p:2"]},
@@ -80,7 +80,7 @@ def test_the_environment_names_everybody(mlp):
     found.deregister("worker", 0, "w0:7000")
     assert found.query("worker") == {1: "w1:7001"}
     found.register("ps", 1, "h1:9001")
-    found.register("worker", 0, "w0:7000")  # of another role than this process
+    found.register("worker", 0, "w0:7000")  # a role that this process does not have
     assert found.query("worker") == {0: "w0:7000", 1: "w1:7001"}
     found.deregister("ps", 0, "h0:9000")
     assert found.query("ps", skip_port_check=True) == {1: "h1:9001"}
@@ -143,7 +143,7 @@ def test_registrations_are_seen_changed_and_removed(registry):  # noqa: F811
 def test_children_that_were_read_before_a_registration_do_not_hide_it():
     found = ZKServiceDiscovery("job", zk_client=FakeKazooClient())
     found.register("ps", 0, "a:1")
-    found._on_children([])  # a watch that was late
+    found._on_children([])  # a late watch
     assert found.query("ps") == {0: "a:1"}
     found.deregister("ps", 0, "a:1")
     assert found.query("ps") == {}
@@ -250,7 +250,7 @@ def test_consul_registers_keeps_alive_and_finds(consul_agent, legacy):
     eventually(lambda: ("GET", "/v1/agent/check/pass/service:job-700", None) in consul_agent.calls)
     assert found.query("ps") == {2: "10.0.0.1:700"}
     assert found.query("worker") == {}
-    found.register("ps", 2, "10.0.0.1:701")  # the older entry of (ps, 2) goes first
+    found.register("ps", 2, "10.0.0.1:701")  # the older entry of (ps, 2) is removed first
     assert list(consul_agent.services) == ["job-701"]
     found.deregister("ps", 2, "10.0.0.1:701")
     assert consul_agent.services == {}
@@ -289,7 +289,7 @@ def test_an_older_entry_that_does_not_go_is_an_oserror(consul_agent, monkeypatch
     consul_agent.services["job-8"] = {"port": 8, "tags": ["index:x", "name:ps", "ip:h"]}
     found = ConsulServiceDiscovery("job", retry_time_secs=0.01)
     assert found.query("ps") == {0: "h:7"}
-    with pytest.raises(OSError, match="does not go away"):
+    with pytest.raises(OSError, match="is still registered as"):
         found.register("ps", 0, "h:1")
 
 

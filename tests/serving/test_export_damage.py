@@ -1,4 +1,4 @@
-"""Every file of an export, damaged in every way; and tables whose names would make one file of two."""
+"""Every file of an export, damaged in every way; and tables whose names map to one file name."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_every_damage_of_every_file_of_an_export_is_named(tmp_path):
             except DataError as error:
                 assert path.name in str(error)  # noqa: PT017
             else:
-                assert path.name == "manifest.json", damage  # white space was changed
+                assert path.name == "manifest.json", damage  # only white space was changed
 
 
 def test_tables_whose_file_names_coincide_keep_their_rows(tmp_path):

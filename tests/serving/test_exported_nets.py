@@ -1,4 +1,4 @@
-"""Nets after export: the same results for any batch size, which may be joined, and what a program file may hold."""
+"""Nets after export: the same results for any batch size, which may be batched, and what a program file may hold."""
 
 import io
 import json

@@ -10,7 +10,7 @@ from shoal.serving import FakeKazooClient
 from shoal.serving.cluster.zookeeper import NodeExistsError, NoNodeError, NotEmptyError
 from tests.serving.helpers import eventually
 
-pytestmark = pytest.mark.timeout(600)  # a ZooKeeper is started, in the midst of other work
+pytestmark = pytest.mark.timeout(600)  # starts a ZooKeeper, next to other tests
 
 
 @pytest.fixture(params=["fake", "zookeeper"])

@@ -1,4 +1,4 @@
-"""The native front end: batches without Python, everything else behind it, overload, clients that misbehave."""
+"""The native front end: batches without Python, other calls, overload, clients that misbehave."""
 
 import contextlib
 import json
@@ -106,7 +106,7 @@ def fails(call, *arguments, **fields):
 def test_requests_that_ask_alike_are_answered_in_batches_with_their_own_rows(shared):
     server, model, channel = shared
     call = channel.unary_unary(PREDICT)
-    assert outputs_of(call(request_of([1.0, 2.0]), timeout=60))["y"].tolist() == [2.0, 4.0]  # this one makes the lane
+    assert outputs_of(call(request_of([1.0, 2.0]), timeout=60))["y"].tolist() == [2.0, 4.0]  # creates the lane
     before = server._lanes.requests
     model.sizes.clear()
     asked = [[float(n)] * (n % 4) for n in range(300)]
@@ -122,7 +122,7 @@ def test_requests_that_ask_alike_are_answered_in_batches_with_their_own_rows(sha
     assert len(model.sizes) < 300
     only = outputs_of(call(request_of([1.0], outputs=["z"]), timeout=60))
     assert list(only) == ["z"]
-    assert list(outputs_of(call(request_of([1.0], outputs=["z"]), timeout=60))) == ["z"]  # by a lane of its own
+    assert list(outputs_of(call(request_of([1.0], outputs=["z"]), timeout=60))) == ["z"]  # in a separate lane
 
 
 def test_a_wrong_request_in_a_lane_fails_alone_and_says_why(shared):
@@ -182,7 +182,7 @@ def test_outputs_that_do_not_follow_the_rows_end_the_batches(start):
         assert list(answers) == [[n + 1.0] for n in range(64)]
 
 
-# --- what stays in Python ---------------------------------------------------------------------------------------------
+# --- requests that Python handles -------------------------------------------------------------------------------------
 
 
 def test_health_reflection_and_methods_that_are_not_there(shared):
@@ -316,9 +316,11 @@ def test_too_many_requests_are_refused_and_readiness_follows(monkeypatch):
         assert server.admission.refused >= len(refused)
         monkeypatch.setattr(admission, "REST_SECS", 0.2)
         model.gate.set()
-        waited = [each for each in asked if each not in refused]
-        assert waited
-        assert all(outputs_of(each.result())["y"].tolist() == [2.0] for each in waited)
+        failures = [each.exception() for each in asked]  # waits for all; the last ones are refused only now
+        answered = [each for each, failure in zip(asked, failures, strict=True) if failure is None]
+        assert {each.code() for each in asked if each not in answered} == {CODE.RESOURCE_EXHAUSTED}
+        assert answered
+        assert all(outputs_of(each.result())["y"].tolist() == [2.0] for each in answered)
         eventually(lambda: health(PREDICTION) == health_pb2.HealthCheckResponse.SERVING, what="health to come back")
         url = f"http://127.0.0.1:{server.rest_port}"
         assert urllib.request.urlopen(f"{url}/readyz", timeout=60).read() == b"ready\n"

@@ -1,4 +1,4 @@
-"""Requests that are wrong on purpose: each is answered, costs little, and leaves the server as it was."""
+"""Requests that are wrong on purpose: each is answered, costs little, and does not change the server."""
 
 import asyncio
 import json
@@ -157,7 +157,7 @@ def test_a_small_request_cannot_take_much_memory(served):
         send(client, request)
     del request.inputs["price"]
     claim(request.inputs["price"], 1, 2 * MIB, 2)
-    assert served.max_message_bytes == 2 * MIB * 16  # which both together just take
+    assert served.max_message_bytes == 2 * MIB * 16  # just enough for both together
     assert send(client, request).outputs
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     request = request_of()
@@ -183,7 +183,7 @@ def test_rest_rows_are_not_filled_up_beyond_the_budget(served):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert status == 400
-    assert "filled up" in answer["error"]
+    assert "after padding" in answer["error"]
     assert peak < 200 * MIB
 
 
@@ -268,7 +268,7 @@ def test_every_broken_predict_request_is_answered_and_the_next_good_one_succeeds
         assert code_of(call, data) in ANSWERS, data.hex()
         if number % 10 == 0:
             assert torch.equal(client.predict("m", "", GOOD)["score"], expected)
-    many = [call.future(mutate(rng, rng.choice(seeds)), timeout=20) for _ in range(200)]  # these meet in batches
+    many = [call.future(mutate(rng, rng.choice(seeds)), timeout=20) for _ in range(200)]  # these are batched
     good = [call.future(seeds[0], timeout=20) for _ in range(20)]
     for each in many:
         assert each.exception(30) is None or each.code() in ANSWERS, each.details()

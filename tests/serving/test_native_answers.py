@@ -1,4 +1,4 @@
-"""A server that answers natively gives what torch gives, and says what runs a net."""
+"""A server that answers natively gives torch's results, and reports what runs a net."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

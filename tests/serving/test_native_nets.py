@@ -1,4 +1,4 @@
-"""Nets that are run natively, against torch: every operation, the models of `shoal train`, weights that change."""
+"""Nets that run natively, against torch: every operation, the models of `shoal train`, weights that change."""
 
 import copy
 import math
@@ -118,7 +118,7 @@ def test_every_native_operation_is_tried():
     tried = ops_of(all_of(SIMPLE)) | ops_of(constants())
     from shoal.serving.server.net.operations import OPERATIONS
 
-    variants = {aten.mul.Scalar, aten.div.Scalar, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Tensor}  # of older torch
+    variants = {aten.mul.Scalar, aten.div.Scalar, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Tensor}  # older torch
     left = {str(each) for each in OPERATIONS.keys() - tried - variants}
     rare = re.compile(
         "contiguous|detach|alias|lift_fresh|to.dtype|_to_copy|_unsafe_view|hardtanh|squeeze|_softmax|_log_softmax|"
@@ -209,7 +209,7 @@ def test_random_nets_are_as_torchs():
 
 @pytest.mark.parametrize("isa", ["base", "avx2", "avx512"])
 def test_products_of_any_size(isa):
-    if isa == "avx512":  # what this CPU has
+    if isa == "avx512":  # if this CPU has it
         check_products()
         return
     code = "from tests.serving.test_native_nets import check_products; check_products()"

@@ -1,4 +1,4 @@
-"""Versions: a prediction is made of one version of all sub-graphs, and models are served while they change."""
+"""Versions: all sub-graphs of a prediction have one version, and models are served while they change."""
 
 import threading
 import uuid
@@ -162,7 +162,7 @@ def test_an_entry_that_starts_before_its_shards_have_its_version_says_so(serve, 
     export_version(tmp_path, 2)
     _, client = serve(subs_of(tmp_path), poll=0)
     route_to(shards)
-    with fails(CODE.UNAVAILABLE, "lacks version 2"):
+    with fails(CODE.UNAVAILABLE, "does not have version 2"):
         score(client)
     shards.refresh()
     assert score(client) == [80.0, 80.0]
@@ -248,12 +248,12 @@ def test_a_model_is_served_from_its_old_path_until_the_new_one_is_loaded(serve, 
     (tmp_path / "c" / "7" / "manifest.json").write_text("{}")
     server.refresh()
     assert value_of(client) == 50
-    assert "could not be loaded" in status_of(client, "m", 7).status.error_message
+    assert "could not load version" in status_of(client, "m", 7).status.error_message
     export(tmp_path / "c", 8, 80)
     server.refresh()
     assert value_of(client) == 80
     reload(client, m=(tmp_path / "missing",))
-    reload(client, m=(tmp_path / "c",))  # changed one's mind
+    reload(client, m=(tmp_path / "c",))  # back to the previous choice
     server.refresh()
     assert value_of(client) == 80
 
@@ -309,5 +309,5 @@ def test_a_reload_over_the_network_names_paths_inside_of_roots_only(serve, tmp_p
     _, empty = serve()
     with fails(CODE.INVALID_ARGUMENT, "model_root"):
         reload(empty, m=(tmp_path / "other",))
-    server.reload(config_of(m=(tmp_path / "other",)))  # the program's own call may
+    server.reload(config_of(m=(tmp_path / "other",)))  # a call in the program may
     assert value_of(client) == 2

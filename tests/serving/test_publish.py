@@ -1,4 +1,4 @@
-"""`publish` with real replicas: local tables, tables over two ranks, parameter servers in processes of their own."""
+"""`publish` with real replicas: local tables, tables over two ranks, parameter servers in separate processes."""
 
 import time
 
@@ -137,7 +137,7 @@ def test_rounds_by_the_clock_have_rows_and_weights_of_one_step(tmp_path, togethe
             publication.flush()
             assert scores(server, [1]) == [0.0]
             assert float(net.one.detach()) == steps
-            Slow([torch.zeros(1)]).step()  # of something else
+            Slow([torch.zeros(1)]).step()  # another optimizer
     finally:
         server.stop(0)
 
@@ -236,7 +236,7 @@ def _learn_on_ranks(rank, world, address):
     table = AllToAllHashTable(DIM, optimizer=shoal.Sgd(lr=1.0), initializer="zeros", name="user")
     net = Score()
     with torch.no_grad():
-        net.bias.fill_(0.25 + rank)  # that of rank 0 counts
+        net.bias.fill_(0.25 + rank)  # rank 0's counts
     with publish({"user": table}, net=net, targets=[address], model="m", every=None) as publication:
         ids = torch.tensor([rank, 2, 3])
         table.apply_gradients(ids, torch.full((3, DIM), -1.0))

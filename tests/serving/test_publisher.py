@@ -1,4 +1,4 @@
-"""Rounds of pushes from a publisher to real replicas: what is newer, what is gone, what is refused, who has what."""
+"""Rounds of pushes to real replicas: newer and older values, deletions, refusals, acknowledged ids."""
 
 import threading
 import time
@@ -15,8 +15,8 @@ from shoal.serving.export.manifest import Manifest, SignatureSpec
 from shoal.serving.server.servable import Servable, Signature
 from shoal.serving.status import Code, StatusError
 from shoal.serving.sync.history import History
+from shoal.serving.sync.monolith.push_client import PushClient
 from shoal.serving.sync.publisher import Publisher
-from shoal.serving.sync.push import PushClient
 from shoal.serving.sync.split import Delta, DeltaBatch
 from shoal.serving.sync.target import Layout, Package, Target
 from shoal.serving.sync.weights import read_weights, write_weights
@@ -175,7 +175,7 @@ def test_a_table_is_found_by_the_slot_that_features_look_it_up_by(serve, publish
     assert scores(server, [1, 2]) == [6.0, 0.0]
     again = source.go_on(2000)
     again.learn("people", [3], 1.0)
-    publish(again, server).flush(LONG)  # a run that began from nothing
+    publish(again, server).flush(LONG)  # a run that started empty
     assert scores(server, [1, 3]) == [0.0, 2.0]
 
 
@@ -227,7 +227,7 @@ def test_a_hundred_thousand_rows_take_well_under_a_second(serve, publish, tmp_pa
     assert scores(server, [5, 99_999]) == [16.0 * source.step] * 2
 
 
-# --- who has what -----------------------------------------------------------------------------------------------------
+# --- acknowledgements -------------------------------------------------------------------------------------------------
 
 
 def test_an_id_is_acknowledged_when_every_live_replica_has_it(serve, publish, refused):
@@ -263,7 +263,7 @@ def test_a_replica_that_comes_back_gets_what_it_missed(serve, publish, tmp_path)
     again = serve(config, port=server.port)
     publisher.flush(LONG)
     assert scores(again, [1, 2, 3, 4]) == [2.0, 10.0, 12.0, 0.0]
-    assert source.scans == 0  # what changed since its export, no more
+    assert source.scans == 0  # only the changes since its export
 
 
 def test_a_late_replica_gets_the_export_then_what_changed_since(serve, publish, tmp_path):
@@ -297,7 +297,7 @@ def test_beyond_the_history_every_row_is_sent(serve, publish, tmp_path, caplog):
     addresses.append(server.address)
     eventually(lambda: publisher.flush(LONG) or publisher.status().targets)
     publisher.flush(LONG)
-    assert scores(server, [7, *range(100, 110)]) == [0.0] + [6.0] * 10  # 7 is no row of the source
+    assert scores(server, [7, *range(100, 110)]) == [0.0] + [6.0] * 10  # the source has no row 7
     assert source.scans == 1
     assert "more than 4 ids wait for replicas" in caplog.text
 
@@ -310,7 +310,7 @@ def test_ids_that_are_too_many_for_one_answer_are_asked_for_in_parts(serve, publ
     source = HandSource({"user": 2})
     publisher = publish(source, server)
     source.learn("user", [3], 5.0)
-    publisher.flush(LONG)  # the source began from nothing: no other row stays
+    publisher.flush(LONG)  # the source started empty, so no other row stays
     assert table.size() == 1
 
 
@@ -406,7 +406,7 @@ def test_deletions_are_remembered_until_an_export_that_is_newer(serve, publish, 
     publisher = publish(source, server)
     source.remove("user", [1])  # step 1
     publisher.flush(LONG)
-    export(tmp_path, 2, {1: 1.0, 2: 1.0}, {"trainer": Stamp(1000, 0)})  # another one of the same rows
+    export(tmp_path, 2, {1: 1.0, 2: 1.0}, {"trainer": Stamp(1000, 0)})  # another export of the same rows
     server.refresh()
     assert scores(server, [1, 2]) == [0.0, 2.0]
     export(tmp_path, 3, {1: 3.0, 2: 1.0}, {"trainer": Stamp(1000, 1)})
@@ -450,7 +450,7 @@ def test_shards_do_not_delete_the_rows_of_others(serve, publish):
         publishers.append((source, publish(source, server)))
         source.learn("user", [10 + shard], 1.0 + shard)
         publishers[-1][1].flush(LONG)
-    again = publishers[0][0].go_on(3000)  # it has lost its rows
+    again = publishers[0][0].go_on(3000)  # the source has lost its rows
     again.learn("user", [20], 7.0)
     publish(again, server).flush(LONG)
     assert table.lookup(torch.tensor([10, 11, 20]))[:, 0].tolist() == [0.0, 2.0, 7.0]
@@ -536,7 +536,7 @@ def test_a_replica_of_an_older_version_gets_all_rows_then_changes_as_plain_pushe
     source.set_weights({"bias": torch.ones(1) * 9, "scale": torch.ones(1)})
     publisher = publish(source, server)
     publisher.flush(LONG)
-    assert scores(server, [1, 2, 3]) == [3.0, 5.0, 7.0]  # its own weights
+    assert scores(server, [1, 2, 3]) == [3.0, 5.0, 7.0]  # the replica's own weights
     assert "is sent rows" in caplog.text
     assert "serve the model with this version of shoal" in caplog.text
     (target,) = publisher.status().targets
@@ -634,7 +634,7 @@ def test_weights_are_kept_by_a_new_version_unless_its_export_is_newer(serve, pub
     source.set_weights({"bias": torch.tensor([3.0]), "scale": torch.ones(1)})
     publisher.flush(LONG)
     assert scores(server, [1]) == [5.0]
-    export(tmp_path, 2, {1: 1.0}, {"trainer": Stamp(1000, 0)}, bias=7.0)  # of before the push
+    export(tmp_path, 2, {1: 1.0}, {"trainer": Stamp(1000, 0)}, bias=7.0)  # from before the push
     server.refresh()
     assert scores(server, [1]) == [5.0]
     export(tmp_path, 3, {1: 1.0}, {"trainer": Stamp(1000, 9)}, bias=7.0)

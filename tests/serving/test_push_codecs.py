@@ -1,4 +1,4 @@
-"""Pushes in the form that a replica stores, while that form changes under them; servers on loopback."""
+"""Pushes in the form that a replica stores, while that form changes; servers on loopback."""
 
 import time
 
@@ -8,7 +8,7 @@ import torch
 
 from shoal.serving import GetModelMetadataResponse, ModelServer, SignatureDefMap, export_ps
 from shoal.serving.status import StatusError
-from shoal.serving.sync.push import PushClient
+from shoal.serving.sync.monolith.push_client import PushClient
 from shoal.serving.sync.quantise import asked_by, check_codecs, fingerprint, known
 from shoal.serving.sync.split import Delta, DeltaBatch
 from shoal.table import FloatCompressorConfig, HashTableConfigInstance, MultiHashTable
@@ -24,7 +24,7 @@ HALF = FloatCompressorConfig(fp16=FloatCompressorConfig.Fp16())
 FLOAT = FloatCompressorConfig(fp32=FloatCompressorConfig.Fp32())
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- named codecs -----------------------------------------------------------------------------------------------------
 
 
 def test_codecs_have_fingerprints_and_plain_floats_none():
@@ -43,11 +43,11 @@ def test_only_encoded_values_need_the_right_codec():
     codecs = {"a_value": "fixed_r8:1.0", "b_value": "half"}
     floats = {alias: torch.zeros(1, 2) for alias in codecs}
     check_codecs(codecs, floats, "")
-    check_codecs(codecs, {**floats, "b_value": torch.zeros(1, 2).half()}, "")  # they say it themselves
+    check_codecs(codecs, {**floats, "b_value": torch.zeros(1, 2).half()}, "")  # their dtypes tell
     encoded = {**floats, "a_value": torch.zeros(1, 2, dtype=torch.int8)}
     check_codecs(codecs, encoded, fingerprint({"a_value": "fixed_r8:1.0"}))
     for said in ("", fingerprint({"a_value": "fixed_r8:8.0"}), fingerprint(codecs)):
-        with pytest.raises(StatusError, match=r"takes a_value in fixed_r8:1\.0") as caught:
+        with pytest.raises(StatusError, match=r"accepts a_value in fixed_r8:1\.0") as caught:
             check_codecs(codecs, encoded, said)
         assert caught.value.code == 9
 
@@ -106,7 +106,7 @@ def test_a_push_after_a_switch_stores_the_value_that_was_sent(replica, tmp_path,
         assert lookup(client) == value
     assert pusher.push(batch_of(0.5)).status_code == 0
     wanted = {"fixed_r8": "fixed_r8:", "fp16": "half", "fp32": None}[after.WhichOneof("type")]
-    (codecs,) = codecs_of(pusher)  # the sender has learnt of the new form
+    (codecs,) = codecs_of(pusher)  # the sender knows the new form
     assert codecs == {} if wanted is None else codecs["T_value"].startswith(wanted)
     pusher.close()
 
@@ -115,7 +115,7 @@ def test_values_in_a_codec_that_is_not_named_are_refused_with_what_is_taken(repl
     export(tmp_path, 1, 1, codec=fixed(8.0))
     _, client, pusher = replica()
     inputs = {"T_id": torch.tensor([5]), "T_value": torch.full((1, 2), 64, dtype=torch.int8)}
-    with fails(CODE.FAILED_PRECONDITION, "takes T_value in fixed_r8:8.0"):
+    with fails(CODE.FAILED_PRECONDITION, "accepts T_value in fixed_r8:8.0"):
         client.predict("m", "hashtable_assign", inputs)
     assert lookup(client) == 0.0
     with fails(CODE.INVALID_ARGUMENT, "must be float or int8, got half"):

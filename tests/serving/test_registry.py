@@ -12,7 +12,7 @@ from shoal.serving.cluster.zookeeper import ConnectionClosedError, NotEmptyError
 from shoal.testing.zookeeper import ZooKeeper
 from tests.serving.helpers import eventually
 
-pytestmark = pytest.mark.timeout(600)  # a ZooKeeper is started, in the midst of other work
+pytestmark = pytest.mark.timeout(600)  # starts a ZooKeeper, next to other tests
 
 
 class Fakes:
@@ -290,7 +290,7 @@ def test_many_sessions_write_at_once(registry):
     assert len(sessions[0].children(registry.root)) == 30
 
 
-# --- what only some have ----------------------------------------------------------------------------------------------
+# --- features of some registries --------------------------------------------------------------------------------------
 
 
 def test_a_session_without_heartbeat_loses_its_values_in_a_directory(tmp_path):
@@ -298,7 +298,7 @@ def test_a_session_without_heartbeat_loses_its_values_in_a_directory(tmp_path):
     two = DirectoryRegistry(tmp_path, session_timeout=0.4, poll_interval=0.02)
     one.start()
     one.put("/e", b"", ephemeral=True)
-    one._stop.set()  # what a killed process does
+    one._stop.set()  # as if the process were killed
     one._thread.join(60)
     two.start()
     eventually(lambda: two.get("/e") is None)
@@ -365,11 +365,11 @@ def test_a_directory_that_is_away_is_told_once_and_again_when_it_is_back(tmp_pat
     registry.start()
     try:
         (tmp_path / "registry").rename(tmp_path / "away")
-        eventually(lambda: "could not be polled" in caplog.text)
+        eventually(lambda: "could not poll" in caplog.text)
         more = len(beats) + 5
         eventually(lambda: len(beats) > more)
-        assert caplog.text.count("could not be polled") == 1
+        assert caplog.text.count("could not poll") == 1
         (tmp_path / "away").rename(tmp_path / "registry")
-        eventually(lambda: "can be polled again" in caplog.text)
+        eventually(lambda: "works again" in caplog.text)
     finally:
         registry.stop()

@@ -222,7 +222,7 @@ def test_other_failures_are_not_retried(recorders):
 def test_shards_are_asked_side_by_side(recorders, refused):
     shards = [recorders(waits=True) for _ in range(3)]
     table = {f"m:ps_{number}": [shard.address] for number, shard in enumerate(shards)}
-    table["m:ps_0"].insert(0, refused())  # passed over
+    table["m:ps_0"].insert(0, refused())  # skipped
     set_address_table(table)
     graphs = SubGraphs("m", dict.fromkeys(f"ps_{number}" for number in range(3)), 60000)
     asked = {f"ps_{number}": {"a": torch.tensor([number])} for number in range(3)}

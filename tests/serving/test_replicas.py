@@ -35,7 +35,7 @@ from shoal.serving.cluster.zookeeper import KazooState
 from tests.serving.helpers import eventually
 from tests.serving.test_registry import Directories, Fakes, Real, registry  # noqa: F401  (the fixture)
 
-pytestmark = pytest.mark.timeout(600)  # a ZooKeeper is started, in the midst of other work
+pytestmark = pytest.mark.timeout(600)  # starts a ZooKeeper, next to other tests
 
 
 def agent_config(**fields):
@@ -262,7 +262,7 @@ def test_what_a_watch_tells_during_a_poll_is_kept():
             found = super().get(*args, **kwargs)
             if self.polled:
                 self.polled = False
-                self.set(path, meta(7).serialize())  # right after it was read
+                self.set(path, meta(7).serialize())  # changes right after it was read
             return found
 
     zk = Slow()
@@ -300,7 +300,7 @@ def test_a_replica_that_comes_and_goes_is_watched_once():
         zk.delete(path)
         assert watcher.replicas == {}
     watcher.stop()
-    watcher.watch_data()  # a second life does not wake the watches of the first
+    watcher.watch_data()  # a new session does not trigger the watches of the old one
     zk.create(path, meta(9).serialize(), makepath=True)
     assert watcher.get_replicas(ServerType.PS, 0) == ["10.0.0.1:9"]
     assert [watch.path for watch in zk.tree.data_watches] == [path]
@@ -383,7 +383,7 @@ def test_registration_publishes_addresses_and_then_follows_states(monkeypatch, t
     tfs.set_state("ps_0", 1, ModelState.END)
     tfs.set_state("ps_0", 2, ModelState.END)
     updater.update()
-    assert state() == ModelState.LOADING  # made again although it had gone
+    assert state() == ModelState.LOADING  # created again after it was removed
     tfs.stop()
     updater.update()
     assert state() == ModelState.UNKNOWN
@@ -470,13 +470,13 @@ def test_a_lost_session_registers_once_with_the_last_state(monkeypatch, tfs):
     zk.expire_session()
     eventually(lambda: other.exists(path))
     eventually(lambda: rested == [ZKListener.resume_secs])
-    assert manager.watcher._lost.is_set()  # polling rests until a while after the nodes are back
+    assert manager.watcher._lost.is_set()  # polling pauses until some time after the nodes are back
     rest.set()
     eventually(lambda: not manager.watcher._lost.is_set())
     assert ReplicaMeta.deserialize(other.get(path)[0]).stat == ModelState.AVAILABLE
     states = [ReplicaMeta.deserialize(data).stat for data in writes if data]
     assert set(states) == {ModelState.AVAILABLE}
-    assert len(states) == 2  # before the loss and after it, no flicker
+    assert len(states) == 2  # one before the loss and one after it
     manager.stop()
 
 

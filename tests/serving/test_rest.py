@@ -136,7 +136,7 @@ def test_status_and_metadata(served):
     [
         ("/v1/models/none", None, 404, "has ['live', 'm']"),
         ("/v1/models/none:predict", {"instances": [1]}, 404, "none"),
-        ("/v1/models/m/versions/8:predict", {"instances": [1]}, 404, "available are [7]"),
+        ("/v1/models/m/versions/8:predict", {"instances": [1]}, 404, "available versions are [7]"),
         ("/v1/models/m:predict", {"instances": []}, 400, "at least one row"),
         ("/v1/models/m:predict", {"instances": [1], "inputs": {}}, 400, "either instances"),
         ("/v1/models/m:predict", {"inputs": {"user": [[1]]}}, 400, "price"),
@@ -178,7 +178,7 @@ def test_bodies_are_bounded_also_when_packed(served):
 def test_a_client_that_is_refused_may_send_on_and_reads_the_answer(served):
     with socket.create_connection(("127.0.0.1", served.rest_port), timeout=60) as connection:
         connection.sendall(b"POST /v1/models/m:predict HTTP/1.1\r\nContent-Length: 200000\r\n\r\n")
-        assert select.select([connection], [], [], 60)[0]  # it answers before it has seen the body
+        assert select.select([connection], [], [], 60)[0]  # it answers before it has read the body
         for _ in range(20):
             connection.sendall(b"x" * 10_000)
             time.sleep(0.005)
@@ -215,7 +215,7 @@ def test_the_page_shows_models_tables_and_traffic_in_a_browser(served, tmp_path)
     browser = Browser(tmp_path / "profile")
     done = threading.Event()
 
-    def traffic():  # however long the browser takes to start: the page shows the last seconds
+    def traffic():  # continues until the browser has started, because the page shows the last seconds
         while not done.wait(0.2):
             ask(served, "/v1/models/live:predict", {"signature_name": "lookup", "instances": [1]})
 

@@ -1,4 +1,4 @@
-"""TLS, tokens, who may push, where servers may listen."""
+"""TLS, tokens, the right to push, and the addresses that servers may listen on."""
 
 import ssl
 import urllib.error

@@ -169,7 +169,7 @@ def test_wrong_requests_get_the_right_code_and_are_told_what_exists(serve):
         client.predict("m", "nothing", good)
     with fails(CODE.INVALID_ARGUMENT, "'serving_default'"):
         client.predict("m", "", good)
-    with fails(CODE.NOT_FOUND, "available are [1]"):
+    with fails(CODE.NOT_FOUND, "available versions are [1]"):
         client.predict("m", "lookup", good, version=3)
     with fails(CODE.NOT_FOUND, "label"):
         client.predict("m", "lookup", good, label="stable")
@@ -199,7 +199,7 @@ def test_malformed_and_oversized_messages_are_refused(serve):
         raw(b"\xff\xff\xff", timeout=60)
     with fails(CODE.RESOURCE_EXHAUSTED, ""):
         raw(b"\0" * 200_000, timeout=60)
-    with fails(CODE.RESOURCE_EXHAUSTED, ""):  # small on the wire, large when unpacked
+    with fails(CODE.RESOURCE_EXHAUSTED, ""):  # small on the wire, large when decompressed
         raw(b"\0" * 50_000_000, timeout=60, compression=grpc.Compression.Gzip)
     request = PredictRequest()
     request.model_spec.name, request.model_spec.signature_name = "m", "lookup"
@@ -263,7 +263,7 @@ def test_a_new_version_replaces_the_old_one_only_under_latest(serve, tmp_path):
     export(tmp_path, 2, 2)
     eventually(lambda: value_of(client) == 2)
     eventually(lambda: client.status("m") == {2: ModelState.AVAILABLE, 1: ModelState.END})
-    with fails(CODE.NOT_FOUND, "available are [2]"):
+    with fails(CODE.NOT_FOUND, "available versions are [2]"):
         value_of(client, version=1)
     assert value_of(once) == 1
     assert value_of(polled_once) == 1
@@ -351,7 +351,8 @@ def test_no_request_fails_while_versions_switch_under_load(serve, tmp_path):
 )
 @pytest.mark.parametrize("quantise", [False, True])
 def test_pushes_to_a_quantised_replica_store_the_same_row_in_either_form(serve, tmp_path, codec, expected, quantise):
-    from shoal.serving.sync.push import PushClient, encode_push
+    from shoal.serving.sync.monolith.push_client import PushClient
+    from shoal.serving.sync.push import encode_push
     from shoal.serving.sync.quantise import encoders
 
     export(tmp_path, 1, 1, codec=codec)
@@ -371,7 +372,8 @@ def test_pushes_to_a_quantised_replica_store_the_same_row_in_either_form(serve, 
 @pytest.mark.parametrize("quantise", [False, True])
 def test_pushes_to_a_quantised_multi_table_store_the_same_rows_in_either_form(serve, tmp_path, quantise):
     """Each sub-table in its own form: bytes, half floats, plain floats and signs in one message."""
-    from shoal.serving.sync.push import PushClient, encode_push
+    from shoal.serving.sync.monolith.push_client import PushClient
+    from shoal.serving.sync.push import encode_push
     from shoal.serving.sync.quantise import encoders
     from shoal.table import HashTableConfigInstance
 
@@ -499,7 +501,7 @@ def test_an_entry_sends_its_pooled_rows_to_the_net_on_another_host(serve, tmp_pa
     )
     tool.export([{"u": table}], global_step=1, mode=ExportMode.DISTRIBUTED, with_remote_gpu=True, timestamp=7)
     base = tmp_path / "exported_models"
-    assert not (base / "entry/7/variables").exists()  # the net is elsewhere
+    assert not (base / "entry/7/variables").exists()  # the net is in another sub-graph
     names = {sub: f"m:{sub}" if unified else sub for sub in ("entry", "ps_0", "dense_0")}
     shards, _ = serve(config_of(**{names["ps_0"]: (base / "ps_0", "latest_once")}))
     dense, dense_client = serve(config_of(**{names["dense_0"]: (base / "dense_0",)}))
@@ -535,7 +537,7 @@ def test_a_server_that_cannot_start_leaves_no_port_open(serve):
     eventually(lambda: not is_open(server.address))
     with pytest.raises(ConfigError, match="distinct"):
         ModelServer(server.address, config=ModelServerConfig(model_config_list={"config": [{}, {}]}))
-    again = ModelServer(server.address)  # the port is free
+    again = ModelServer(server.address)  # the port is free again
     again.stop(0)
     again.stop(0)
 

@@ -1,4 +1,4 @@
-"""Cutting pushes into parts."""
+"""Pushes that are split into parts."""
 
 import numpy as np
 import pytest

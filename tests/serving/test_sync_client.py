@@ -186,7 +186,7 @@ def test_a_killed_server_gets_what_it_missed_after_its_restart_with_the_newest_v
     back = DummySyncServer(dead)
     try:
 
-        def taken():  # a channel that was refused waits a while before it tries again
+        def taken():  # a refused channel waits before it tries again
             responses = {r["target"]: r for r in sync(handle, config).get("responses", [])}
             return responses.get(dead, {}).get("status_code") == 0
 

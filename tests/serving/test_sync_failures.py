@@ -1,4 +1,4 @@
-"""What goes wrong in a round and must not cost rows, other targets or the rounds that follow; servers on loopback."""
+"""Failures in a round that must not lose rows or affect other targets and later rounds; servers on loopback."""
 
 import json
 import logging
@@ -6,7 +6,8 @@ import logging
 import pytest
 
 from shoal.serving import ClientConfig, DummySyncServer, SyncClientManager, parameter_sync_client_from_config
-from shoal.serving.sync.push import PushClient
+from shoal.serving.sync.monolith import push_client
+from shoal.serving.sync.monolith.push_client import PushClient
 from shoal.table import test_hash_table
 from tests.serving.test_sync_client import FakeClient, address, config_of, push_of, step, sync
 
@@ -40,7 +41,7 @@ def test_a_target_that_vanishes_during_the_round_keeps_its_ids(server):
     real = handle.manager.push_to
 
     def push_to(*args):
-        handle.manager.try_replace([])  # by somebody else
+        handle.manager.try_replace([])  # by another thread
         return real(*args)
 
     handle.manager.push_to = push_to
@@ -90,10 +91,10 @@ def test_a_client_that_cannot_be_closed_does_not_keep_others_from_coming(caplog)
 
 def test_a_channel_that_cannot_be_opened_again_is_no_end(server, monkeypatch, refused):
     client = PushClient(refused())
-    real = PushClient.__init__.__globals__["open_channel"]
-    monkeypatch.setattr("shoal.serving.sync.push.open_channel", lambda *args: 1 / 0)
+    real, name = push_client.open_channel, "open_channel"
+    monkeypatch.setattr(push_client, name, lambda *args: 1 / 0)
     assert client.push(push_of(1)).status_code == 14
-    monkeypatch.setattr("shoal.serving.sync.push.open_channel", lambda target, *args: real(address(server), *args))
+    monkeypatch.setattr(push_client, name, lambda target, *args: real(address(server), *args))
     assert client.push(push_of(1)).status_code == 0
     client.close()
 

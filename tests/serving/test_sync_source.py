@@ -1,4 +1,4 @@
-"""Touched ids between a trainer and `shoal sync`: what is held, what is acknowledged and when; then real processes."""
+"""Touched ids between a trainer and `shoal sync`: what is kept, what is acknowledged and when; then real processes."""
 
 import signal
 
@@ -75,19 +75,19 @@ class Pusher:
         return pulled
 
     def die(self):
-        self.follower._channel.close()  # without a word to the trainer
+        self.follower._channel.close()  # without notifying the trainer
 
 
 def test_ids_that_no_replica_has_outlive_the_process_that_took_them(trainer, server, refused):
     dead = refused()
     first = Pusher(trainer)
     trainer.train(1, 2)
-    first.round()  # no replica at all
+    first.round()  # there is no replica
     trainer.train(3)
     first.round(dead)
     trainer.train(4)
     first.round(dead)
-    assert first.round(dead) == 0  # what it has is not sent to it again
+    assert first.round(dead) == 0  # rows that it has are not sent again
     first.die()
     second = Pusher(trainer)
     assert second.round(server.address) == 4
@@ -101,7 +101,7 @@ def test_ids_wait_until_the_last_replica_has_them(trainer, server, refused):
     trainer.train(1)
     first.round(server.address, refused())
     trainer.train(2)
-    first.round(server.address)  # the replica that was missing them is gone
+    first.round(server.address)  # the replica that missed them has left
     first.round(server.address)
     first.die()
     second = Pusher(trainer)
@@ -119,7 +119,7 @@ def test_a_follower_that_closes_acknowledges_what_was_delivered(trainer, server,
     second = Pusher(trainer)
     assert second.round(refused()) == 1  # id 2 came after the last round
     second.follower.close()
-    assert Pusher(trainer).follower.pull() == 1  # and nobody has it yet
+    assert Pusher(trainer).follower.pull() == 1  # no replica has it yet
 
 
 def test_an_acknowledgement_of_another_run_of_the_trainer_frees_nothing(trainer, server):
@@ -127,7 +127,7 @@ def test_an_acknowledgement_of_another_run_of_the_trainer_frees_nothing(trainer,
     trainer.train(1)
     pusher.round(server.address)
     for wrong in (1, trainer.source._sequence + 5):
-        again = SyncSource(trainer.server, trainer.handle)  # the trainer was restarted
+        again = SyncSource(trainer.server, trainer.handle)  # as if the trainer were restarted
         trainer.train(2, 3)
         ack = torch.tensor(wrong)
         trainer.source = again
@@ -140,7 +140,7 @@ def test_an_acknowledgement_of_another_run_of_the_trainer_frees_nothing(trainer,
 
 def test_only_a_source_of_this_version_is_followed_and_only_by_a_client_that_pushes(trainer):
     trainer.server.serve_tables("other", trainer.table)
-    with pytest.raises(ConfigError, match="serves no touched rows as 'other'"):
+    with pytest.raises(ConfigError, match="does not offer touched rows as 'other'"):
         follow_source(trainer.address, SyncClientHandle("pusher"), "other")
     with pytest.raises(ConfigError, match="pushes nothing"):
         follow_source(trainer.address, create_dummy_sync_client())

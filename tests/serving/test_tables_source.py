@@ -1,4 +1,4 @@
-"""What a source tells its publisher: of local tables, of weights, and of a parameter server that comes back."""
+"""What a source reports to its publisher: local tables, weights, and a parameter server that restarts."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from shoal.serving.sync.publish import seconds_of, tables_of
 from shoal.serving.sync.shard_publish import ShardPublishing
 from shoal.serving.sync.tables_source import TablesSource, dense_weights
 from shoal.sharded.ps import Engine, Shard
-from shoal.sharded.ps.client.tables import create_request
+from shoal.sharded.ps.client.remote import create_request
 from shoal.sharded.ps.protocol import Op, Request
 from shoal.stamps import Stamp
 

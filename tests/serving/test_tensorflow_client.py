@@ -1,4 +1,4 @@
-"""A stock TensorFlow Serving client in a process of its own, against `shoal serve` in another.
+"""An unmodified TensorFlow Serving client in one process, against `shoal serve` in another.
 
 It runs where ``SHOAL_TFS_PYTHON`` names an interpreter that can import ``tensorflow_serving`` (pip install
 tensorflow-serving-api), or where the interpreter of the tests can.

@@ -1,4 +1,4 @@
-"""Warm-up requests at load: those of a file as TensorFlow Serving has them, else one that is made up."""
+"""Warm-up requests at load: those of TensorFlow Serving's file, else a generated one."""
 
 import logging
 import struct
@@ -84,8 +84,8 @@ def test_a_bad_request_is_logged_and_the_others_are_answered(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         assert servable.warm_up() == 1
     assert "input 'price' must have shape [None, 2] (None = any), got [3, 5]" in caplog.text
-    assert "signature 'nothing' is left out" in caplog.text
-    assert "signature 'hashtable_assign' is left out" in caplog.text
+    assert "skipping a warm-up request for signature 'nothing'" in caplog.text
+    assert "skipping a warm-up request for signature 'hashtable_assign'" in caplog.text
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:30] + b"!" + data[31:]])

@@ -1,4 +1,4 @@
-"""Distributed exports are there as a whole or not at all: killed at any point, by one process or by ranks."""
+"""Distributed exports are visible completely or not at all: killed at any point, by one process or by ranks."""
 
 import os
 import signal
@@ -66,7 +66,7 @@ def test_a_version_is_whole_when_all_parts_of_its_save_are_there(tmp_path):
     assert seen(tmp_path) == {()}
     assert newest_everywhere(base, 2) is None
     export_version(tmp_path, 2)
-    os.rename(base / "ps_1" / "2", base / "ps_1" / "1")  # of another save
+    os.rename(base / "ps_1" / "2", base / "ps_1" / "1")  # from another save
     assert not is_whole(base / "entry" / "1")
     assert seen(tmp_path) == {()}
 
@@ -95,7 +95,7 @@ def test_servers_stay_with_their_version_when_an_export_is_killed(serve, tmp_pat
     route_to(server)
     run_ranks(1, export_and_die, str(tmp_path), 2, 2, backend=None, lost=(0,))
     server.refresh()
-    with pytest.raises(StopIteration):  # not loaded, nor waiting
+    with pytest.raises(StopIteration):  # neither loaded nor waiting
         status_of(client, "m:ps_0", 2)
     assert score(client) == [SCORES[1]] * 2
     export_version(tmp_path, 2)

@@ -22,7 +22,7 @@ from shoal.serving.cluster.zookeeper import ConnectionClosedError
 from tests.serving.helpers import eventually
 from tests.serving.test_registry import Directories, Fakes, Real, registry  # noqa: F401  (the fixture)
 
-pytestmark = pytest.mark.timeout(600)  # a ZooKeeper is started, in the midst of other work
+pytestmark = pytest.mark.timeout(600)  # starts a ZooKeeper, next to other tests
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_bindings_are_written_again_after_a_lost_session(backends):
     backends.expire(serving)
     eventually(serving._lost.is_set)
     eventually(lambda: not trainer.get_sync_targets("ps_0")[1])
-    serving.sync_available_saved_models(CONTAINER, models)  # restarts and writes nothing
+    serving.sync_available_saved_models(CONTAINER, models)  # a restart writes nothing
     assert not trainer.get_sync_targets("ps_0")[1]
     serving.sync_available_saved_models(CONTAINER, models)
     serving.report_service_info(CONTAINER, info(3))

@@ -2,7 +2,7 @@
 
     python tfs_client.py GRPC_ADDRESS REST_ADDRESS
 
-Nothing of Shoal is imported: the messages, stubs and tensors are TensorFlow's own. Prints one line of JSON.
+It imports nothing from Shoal: the messages, stubs and tensors are TensorFlow's own. It prints one line of JSON.
 """
 
 import json

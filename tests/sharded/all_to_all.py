@@ -1,4 +1,4 @@
-"""Ranks as threads, and tables over two ranks that one thread uses as if they were local."""
+"""Ranks as threads, and tables over two ranks that one thread uses like local ones."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Parameter servers for tests, in this process; `ps(2)` gives a client of two."""
+"""Parameter servers for tests, in this process; `ps(2)` returns a client of two servers."""
 
 import contextlib
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Configurations and parts that the tests of distributed tables share."""
+"""Configurations and parts for the tests of distributed tables."""
 
 import itertools
 import re

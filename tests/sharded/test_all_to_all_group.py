@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 
 T = torch.tensor
 TWO = Features(tables=(0, 1), combiners=(SUM, MEAN), columns=(0, DIM), width=2 * DIM)
-# over ranks an id is sent once for all of its occurrences
+# over ranks an id is sent once, however often it occurs
 KIND = Kind(two_ranks, exact=False, has=frozenset({"raises", "schedule", "initial", "lr_scale"}))
 
 

@@ -1,4 +1,4 @@
-"""What is measured of the exchanges between ranks: one rank in this process, then real ranks on gloo."""
+"""Metrics of the exchanges between ranks: one rank in this process, then real ranks on gloo."""
 
 import pytest
 import torch

@@ -90,7 +90,7 @@ def test_an_empty_host_is_filled_up_to_the_last_upload(tmp_path):
     assert rows(tmp_path / "c", T([0, 1, 2])).tolist() == [[-1, -1], [-2, -2], [-1, -1]]
     with pytest.raises(ConfigError, match="must be empty"):
         restore(archive, tmp_path / "b")
-    with pytest.raises(ConfigError, match="no checkpoint and no log"):
+    with pytest.raises(ConfigError, match="no checkpoint or log"):
         restore(archive, tmp_path / "d", until=middle - timedelta(days=1))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a server that goes on writing: what they hold, what waits, and every point where a crash may come."""
+"""Checkpoints of a server that keeps writing: their contents, what waits for them, and a crash at every point."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def test_a_checkpoint_holds_the_moment_it_was_begun(tmp_path, seed):
     snapshot = subject.begin_checkpoint()
     for seq in range(15, 30):
         write(seq, judge, subject)
-    create(judge, subject, name="later")  # a table that the checkpoint knows nothing of
+    create(judge, subject, name="later")  # a table that is not in the checkpoint
     subject.finish_checkpoint(snapshot)
     for seq in range(30, 35):
         write(seq, judge, subject)
@@ -290,7 +290,7 @@ def test_killed_in_the_middle_of_a_checkpoint_with_updates_flowing(tmp_path, for
                 until(drafts)
                 time.sleep(rng.random() * 0.03)
                 servers.pause(0)
-                if not drafts():  # this one was finished meanwhile
+                if not drafts():  # this checkpoint was finished meanwhile
                     servers.resume(0)
                     continue
                 restarts, seen = servers.restarts, step
@@ -310,7 +310,7 @@ def test_killed_in_the_middle_of_a_checkpoint_with_updates_flowing(tmp_path, for
             step += 1
             if step == 1:
                 thread.start()
-        assert sum(killed) == 3  # so many left a draft behind
+        assert sum(killed) == 3  # all three left a draft behind
         table.as_op()
         ids = torch.arange(25_000)
         assert torch.equal(table.lookup(ids), judge.lookup(ids))

@@ -1,4 +1,4 @@
-"""The worker's side of a parameter server: what must not hang, and what must not be sent."""
+"""The worker's side of a parameter server: calls that must not hang, and requests that must not be sent."""
 
 import subprocess
 import sys
@@ -51,11 +51,11 @@ def test_what_a_server_would_cut_the_connection_for_is_not_sent(servers):
         table = ps_table(client, 3, name="t", optimizer="sgd", initializer="zeros")
         many = torch.arange(0, 1200)
         begin = time.monotonic()
-        with pytest.raises(ConfigError, match="smaller parts"):
+        with pytest.raises(ConfigError, match="smaller requests"):
             table.lookup(many)
-        with pytest.raises(ConfigError, match="smaller parts"):
-            table.assign(torch.cat([many[:1], many[1::2]]), torch.ones(601, 3))  # shard 1 alone gets too much
-        with pytest.raises(ConfigError, match="smaller parts"):
+        with pytest.raises(ConfigError, match="smaller requests"):
+            table.assign(torch.cat([many[:1], many[1::2]]), torch.ones(601, 3))  # too much for shard 1
+        with pytest.raises(ConfigError, match="smaller requests"):
             table.lookup(torch.arange(1000), insert_missing=True)  # the ids fit, the rows do not
         assert time.monotonic() - begin < LONG.total_seconds()
         assert table.size() == 0
@@ -165,6 +165,9 @@ def test_workers_with_seeds_of_their_own_share_the_tables_of_a_factory(servers):
             table.assign_add({"a": (T([1, 2]), torch.ones(2, 2))})
             assert table.lookup({"a": T([1, 2])})["a"].tolist() == [[seed, seed]] * 2
             assert table.size() == 2
+            alone = create_native_multi_hash_table(0, {"c": config(2)}, None, client=client)
+            alone.assign_add({"c": (T([1]), torch.ones(1, 2))})
+            assert alone.lookup({"c": T([1])})["c"].tolist() == [[seed, seed]]  # the next table finds it on the server
 
 
 def test_the_command_line_asks_servers_with_keys_too(tmp_path, capsys):
@@ -176,7 +179,7 @@ def test_the_command_line_asks_servers_with_keys_too(tmp_path, capsys):
         status = ["ps", "status", server.address, "--timeout"]
         assert main([*status, "60", "--keys", mine, "--server", public, "--json"]) == 0
         assert '"shard": 0' in capsys.readouterr().out
-        for seconds in ("2", "60"):  # that it hangs up on everybody is known once it has done so twice
+        for seconds in ("2", "60"):  # it must close a connection twice before the client gives up
             assert main([*status, seconds]) == 1
             said = capsys.readouterr().err
             if "CURVE keys" in said:
@@ -188,7 +191,7 @@ def test_the_command_line_asks_servers_with_keys_too(tmp_path, capsys):
         assert "must be given together" in capsys.readouterr().err
     assert main(["ps", "status"]) == 2
     assert main(["ps", "--clients", str(tmp_path)]) == 2
-    assert "needs the server's own" in capsys.readouterr().err
+    assert "--clients needs --keys" in capsys.readouterr().err
     assert main(["ps", "--checkpoint-every", "5x"]) == 2
 
 

@@ -43,7 +43,7 @@ def test_any_number_of_parts_is_one_table(parts):
     for step in range(8):
         ids = torch.randint(-40, 40, (random.Random(step).choice([0, 1, 50]),))
         if step == 3:
-            ids = ids * 7  # all in one part of 7
+            ids = ids * 7  # all in one of 7 parts
         rows = torch.randn(ids.numel(), 5)
         if step % 3 == 0:
             table.assign_add(ids, rows)
@@ -107,7 +107,7 @@ def test_slots_of_many_widths_over_any_number_of_parts(build, parts):
     for step in range(4):
         ids = {slot: torch.randint(-20, 20, (n,)) for slot, n in zip(dims, (0, 5, 40, 7), strict=True)}
         if step == 2:
-            ids = {"c": ids["c"]}  # one slot alone
+            ids = {"c": ids["c"]}  # only one slot
         grads = {slot: torch.randn(i.numel(), dims[slot]) for slot, i in ids.items()}
         table.apply_gradients({slot: (ids[slot], grads[slot]) for slot in ids}, step, step)
         for slot in ids:
@@ -123,7 +123,7 @@ def test_slots_of_many_widths_over_any_number_of_parts(build, parts):
 
 def test_float16_rounds_to_even_and_overflows(build):
     table = build(2, {"s": config(4)}, transfer_float16=True)
-    row = T([[2049.0, 2051.0, 65520.0, -1e6]])  # between two halves: to the even one; beyond 65504: infinity
+    row = T([[2049.0, 2051.0, 65520.0, -1e6]])  # ties round to even; beyond 65504 is infinity
     table.assign({"s": (T([5]), row)})
     assert table.lookup({"s": T([5, 5])})["s"].tolist() == [[2048, 2052, float("inf"), float("-inf")]] * 2
     table.assign({"s": (T([6]), torch.zeros(1, 4))})
@@ -229,7 +229,7 @@ def test_exported_layouts_ask_the_servers_of_the_parts(is_native):
     assert export.sub_graph_num == 2
     assert [c[3]["model_name"] for c in calls] == [":ps_0", ":ps_1"]
     assert calls[0][3]["max_rpc_deadline_millis"] == 55
-    assert calls[0][1][0] == [4, 4]  # repeated ids are not left out while exporting
+    assert calls[0][1][0] == [4, 4]  # repeated ids are kept while exporting
     assert calls[0][0] == (["id", "id_split"] if is_native else [next(iter(set(table.slot_mapping.values())))])
 
 

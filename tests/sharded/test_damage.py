@@ -1,4 +1,4 @@
-"""Damage to every file of a server's directory: what was acknowledged comes back, or an error names the file."""
+"""Damage to every file of a server's directory: acknowledged writes are restored, or an error names the file."""
 
 import json
 import random
@@ -11,7 +11,7 @@ import torch
 
 from shoal.errors import DataError
 from shoal.sharded import Engine, Shard
-from shoal.sharded.ps.client.tables import create_request
+from shoal.sharded.ps.client.remote import create_request
 from shoal.sharded.ps.protocol import Op, Request, Status
 from shoal.sharded.ps.reshard import load_shard, reshard_servers
 from shoal.sharded.ps.server.checkpoint import Checkpoint
@@ -122,7 +122,7 @@ def test_one_damaged_byte_of_a_checkpoint_loses_nothing_and_is_told(tmp_path, ca
             caplog.clear()
             again = engine(folder)
             assert state(again) == expected, f"{name}, {what}"
-            if again.recovered_records > 3:  # it went back to the checkpoint before
+            if again.recovered_records > 3:  # it used the previous checkpoint
                 assert f"checkpoint {path} is damaged" in caplog.text, f"{name}, {what}"
                 assert name in caplog.text, f"{name}, {what}"
                 assert "is used instead" in caplog.text
@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_not_counted_and_the_next_ones_take_its_place(tm
     again.checkpoint()
     expected = state(again)
     again.close()
-    for path in sorted(tmp_path.glob("checkpoint-*"))[1:]:  # the older of two that are kept will do
+    for path in sorted(tmp_path.glob("checkpoint-*"))[1:]:  # the older of two kept ones suffices
         (path / "manifest.json").write_text("{}")
     caplog.clear()
     assert state(engine(tmp_path)) == expected
@@ -172,7 +172,7 @@ def test_without_a_whole_checkpoint_a_log_from_the_first_write_will_do(tmp_path,
     expected = fill(tmp_path, checkpoints=1)
     (newest(tmp_path) / "manifest.json").write_text("{")
     assert state(engine(tmp_path)) == expected
-    assert "the log, which goes back to the first write, is used instead" in caplog.text
+    assert "the log, which begins with the first write, is used instead" in caplog.text
 
 
 def test_nothing_starts_where_what_was_acknowledged_cannot_come_back(tmp_path):
@@ -180,9 +180,9 @@ def test_nothing_starts_where_what_was_acknowledged_cannot_come_back(tmp_path):
     checkpoints = sorted(tmp_path.glob("checkpoint-*"))
     for path in checkpoints:
         (path / "manifest.json").write_text("{")
-    for _ in range(2):  # and it changes nothing
+    for _ in range(2):  # the first time changes nothing
         with pytest.raises(
-            DataError, match=f"no checkpoint in {tmp_path} is whole: .*manifest.json is not a JSON file"
+            DataError, match=f"no checkpoint in {tmp_path} is complete: .*manifest.json is not a JSON file"
         ):
             engine(tmp_path)
         assert sorted(tmp_path.glob("checkpoint-*")) == checkpoints
@@ -217,7 +217,7 @@ def test_a_damaged_log_is_an_error_that_names_it_or_a_torn_tail(tmp_path, seed):
         if found is None:
             assert path.name in error, what
         else:
-            assert found[3] <= expected[3], what  # a tail that nothing says was on the disk
+            assert found[3] <= expected[3], what  # a tail that was not known to be synced
         shutil.rmtree(folder)
 
 
@@ -251,11 +251,11 @@ def test_what_was_kept_is_there_for_the_log_after_it_was_let_go(tmp_path):
     worker(Op.ASSIGN, values=torch.zeros(60, 2))
     subject.checkpoint()
     assert worker(Op.RESTORE, ids=T([], dtype=torch.int64), values=b"run-1").status == Status.OK
-    subject.finish_checkpoint(subject.begin_checkpoint(), "run-2")  # run-1 is let go
+    subject.finish_checkpoint(subject.begin_checkpoint(), "run-2")  # releases run-1
     assert worker(Op.RESTORE, ids=T([], dtype=torch.int64), values=b"run-1").status == Status.BAD_REQUEST
     subject.close()
     (newest(tmp_path) / "manifest.json").write_text("{")
-    again = engine(tmp_path)  # from the one before, and a log that names run-1
+    again = engine(tmp_path)  # from the previous one, and a log that names run-1
     assert again.shard.tables["t"].lookup(IDS).tolist() == [[1, 1]] * 60
     for _ in range(2):
         Worker(again)(Op.ASSIGN, values=torch.ones(60, 2))
@@ -273,7 +273,7 @@ def test_resharding_refuses_damage(tmp_path):
         whole = (path / name).read_bytes()
         for what, data in list(damages(path / name, rng))[::7]:
             (path / name).write_bytes(data)
-            if name.startswith("filter"):  # which are not read
+            if name.startswith("filter"):  # not read
                 continue
             with pytest.raises(DataError, match=name):
                 reshard_servers(source, tmp_path / f"{name}-{what}", 2)
@@ -295,7 +295,7 @@ def golden(tmp_path):
 def test_checkpoints_of_version_0_1_are_loaded(golden):
     expected = json.loads((golden / "expected.json").read_text())
     ids = T([0, 1, 2, 9, 10, 19, 100])
-    for _ in range(3):  # and written in the form of now
+    for _ in range(3):  # then written in the current format
         again = engine(golden / "shard-00000")
         for name in ("item", "rare"):
             assert [entry.hex() for entry in again.shard.tables[name].lookup_entry(ids)] == expected[name]

@@ -1,4 +1,4 @@
-"""Distributed tables over parts in this process and over parameter servers: the same rules, the same numbers."""
+"""Distributed tables over parts in this process and over parameter servers: the same rules and numbers."""
 
 import pytest
 import torch

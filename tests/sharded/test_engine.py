@@ -1,4 +1,4 @@
-"""One shard's writes without a network: requests that should never have come, answers told twice, disks that fail."""
+"""One shard's writes without a network: requests that should not come, answers given twice, disks that fail."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ import torch
 
 from shoal.errors import ConfigError, DataError
 from shoal.sharded import Engine, Shard
-from shoal.sharded.ps.client.tables import create_request
+from shoal.sharded.ps.client.remote import create_request
 from shoal.sharded.ps.protocol import Op, Request, Status
 from tests.sharded.helpers import config
 
@@ -192,7 +192,7 @@ def test_a_reply_is_bounded(tmp_path):
     assert shard.read(Request(Op.LOOKUP, names=("t",), counts=[10], ids=ten))[0].numel() == 20
     assert shard.lookup_one(b"t", memoryview(ten.numpy()).cast("B"), 10) is not None
     assert shard.lookup_one(b"t", memoryview(eleven.numpy()).cast("B"), 11) is None
-    with pytest.raises(ConfigError, match="smaller parts"):
+    with pytest.raises(ConfigError, match="smaller requests"):
         shard.read(Request(Op.LOOKUP, names=("t",), counts=[11], ids=eleven))
     assert worker(Op.INSERT, names=("t",), counts=[11], ids=eleven).status == Status.BAD_REQUEST
     assert shard.tables["t"].size() == 0

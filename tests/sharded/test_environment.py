@@ -1,4 +1,4 @@
-"""The environment variables of synchronous training: how their text is read, and when."""
+"""The environment variables of synchronous training: how and when their text is read."""
 
 import os
 import subprocess

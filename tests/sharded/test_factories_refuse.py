@@ -1,4 +1,4 @@
-"""What the factories refuse, since it would do nothing; servers on loopback."""
+"""Arguments that the factories refuse because they would have no effect; servers on loopback."""
 
 import pytest
 

@@ -54,7 +54,7 @@ def test_killed_servers_come_back_and_workers_never_notice_but_by_waiting(tmp_pa
         for shard, part in enumerate(table.tables):
             assert part.lookup_entry(ids[shard::2]) == judge.lookup_entry(ids[shard::2])
         client.close()
-    # drained: what is on the disk is everything, for any number of shards, and for a local table
+    # drained: the disk has everything, for any number of shards and for a local table
     assert reshard_servers(tmp_path, tmp_path / "three", 3) == {"t": judge.size()}
     local = load_shard(HashTable(8, seed=1, name="again", **SETTINGS), tmp_path / "three", "t")
     assert local.lookup_entry(ids) == judge.lookup_entry(ids)
@@ -77,10 +77,10 @@ def test_a_frozen_server_is_waited_for_until_the_deadline():
         client.deadline = LONG
         begin = time.monotonic()
         threading.Timer(1.5, servers.resume, [0]).start()
-        table.apply_gradients(T([1]), T([[1.0, 1]]))  # outlives the frozen time, and is applied once
+        table.apply_gradients(T([1]), T([[1.0, 1]]))  # waits while the server is frozen, and is applied once
         assert time.monotonic() - begin > 1
         assert table.lookup(T([1])).tolist() == [[0, 1]]
-        # a worker that goes away in the middle harms nobody
+        # a worker that disappears in the middle affects no other
         gone = PsClient(servers.addresses, max_staleness=8)
         other = ps_table(gone, 2, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
         for _ in range(5):

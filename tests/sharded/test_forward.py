@@ -1,4 +1,4 @@
-"""A training forward against parameter servers is a read: what it answers, what it leaves alone, who refuses it."""
+"""A training forward with parameter servers only reads: its answers, what it must not change, who refuses it."""
 
 import threading
 from datetime import timedelta
@@ -39,10 +39,10 @@ def requests(server):
     return {op: count for (op, status), count in server.metrics.requests.items() if op != "INFO"}
 
 
-# --- what it answers --------------------------------------------------------------------------------------------------
+# --- answers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [3, 5000])  # answered by the socket's thread, and by a thread for large reads
+@pytest.mark.parametrize("n", [3, 5000])  # answered by the socket's thread, or by a thread for large reads
 @pytest.mark.parametrize("servers_count", [1, 2])
 def test_an_unknown_id_is_answered_with_the_row_that_its_update_starts_from(ps, n, servers_count):
     table = ps_table(ps(servers_count), 4, name="t", optimizer="sgd", lr=0.5, seed=5)
@@ -93,7 +93,7 @@ def test_an_active_filter_gives_zeros_until_an_update_was_admitted(ps):
     threshold = SlotOccurrenceThresholdConfig(default_occurrence_threshold=2).SerializeToString().hex()
     filter = {"type": "sliding_hash_filter", "capacity": 1000, "split_num": 7, "config": threshold}
     table = ps_table(ps(2), 4, name="t", optimizer="sgd", lr=1.0, filter=filter)
-    for _ in range(5):  # does not count
+    for _ in range(5):  # a read does not count for admission
         assert not forward(table, [1, 2]).any()
     for _ in range(2):
         table.apply_gradients(T([1, 2]), torch.ones(2, 4))
@@ -103,7 +103,7 @@ def test_an_active_filter_gives_zeros_until_an_update_was_admitted(ps):
     assert table.size() == 2
 
 
-# --- what it leaves alone ---------------------------------------------------------------------------------------------
+# --- what must not change ---------------------------------------------------------------------------------------------
 
 
 def test_it_changes_nothing_on_the_server(servers, tmp_path):
@@ -159,7 +159,7 @@ def test_it_does_not_wait_for_the_disk(servers, tmp_path):
         table.as_op()
 
 
-# --- how many requests ------------------------------------------------------------------------------------------------
+# --- number of requests -----------------------------------------------------------------------------------------------
 
 
 def test_tables_of_one_dim_share_a_request_per_server(servers):
@@ -287,10 +287,10 @@ def test_the_bytes_of_a_forward():
 def test_an_operation_that_a_server_does_not_know_is_refused(servers):
     [server] = servers(1)
     header = bytearray.fromhex(GOLDEN)
-    header[6] = 99  # a read of some later version
+    header[6] = 99  # an operation of a later version
     reply = send(server.address, [bytes(header), T([7, -1]).numpy().tobytes()])
     assert reply.status == Status.BAD_REQUEST
-    assert "there is no operation 99" in reply.text()
+    assert "unknown operation 99" in reply.text()
 
 
 def test_a_server_of_an_older_version_is_not_asked(servers):
@@ -309,5 +309,5 @@ def test_a_server_of_an_older_version_is_not_asked(servers):
         with pytest.raises(UnsupportedError, match=r"parameter server 0 .* find_initial.*upgrade the servers first"):
             forward(table, [1, 2])
         assert "FIND_INITIAL" not in requests(server)
-        server._reads._info = info  # upgraded: the worker finds out by itself
+        server._reads._info = info  # upgraded: the worker notices it
         assert forward(table, [1, 2])[0].tolist() == [1.0] * 4

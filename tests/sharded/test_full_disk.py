@@ -1,4 +1,4 @@
-"""A parameter server on a disk that is really full: a small file system of its own, in a name space of its own."""
+"""A parameter server on a disk that is really full: a small file system in a separate mount namespace."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ import torch
 
 from shoal.errors import DeadlineError, PeerError
 from shoal.sharded import Engine, ParameterServer, PsClient, Shard, ps_table
-from shoal.sharded.ps.client.tables import create_request
+from shoal.sharded.ps.client.remote import create_request
 from shoal.table import HashTable
 
 faulthandler.dump_traceback_later(300, exit=True)

@@ -1,4 +1,4 @@
-"""Requests and connections made by chance, from fixed seeds: all are answered or cut, and good ones still succeed."""
+"""Random requests and connections, from fixed seeds: all are answered or closed, and good ones still succeed."""
 
 import json
 import random
@@ -53,7 +53,7 @@ def damage(rng, data):
             del data[at : at + rng.randrange(1, 20)]
         elif how == 3:
             data[at:at] = rng.randbytes(rng.randrange(1, 20))
-        elif len(data) >= 8:  # a number where it may hurt
+        elif len(data) >= 8:  # a number at a sensitive place
             value = rng.choice([1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
             struct.pack_into("<Q", data, at % (len(data) - 7), value)
     return bytes(data)
@@ -88,7 +88,7 @@ def test_every_damaged_request_is_answered_and_the_next_good_one_succeeds(server
                 sent = [damaged_frames(rng, request) for request in good_requests(rng, number)]
                 for frames in sent:
                     raw.send_multipart(frames)
-                for _ in sent:  # as many answers as requests, in whatever order
+                for _ in sent:  # as many answers as requests, in any order
                     assert raw.poll(60_000), f"a request of round {number} has no answer; they were {sent}"
                     parse_reply(raw.recv_multipart())
                 if number % 10 == 0:
@@ -96,7 +96,7 @@ def test_every_damaged_request_is_answered_and_the_next_good_one_succeeds(server
                     assert table.lookup(T([number])).tolist() == [[number, 1]]
     assert server.fatal is None
     server.stop()
-    again = Engine(Shard(0, 1), "log", tmp_path / "shard-0")  # what was logged can be read again
+    again = Engine(Shard(0, 1), "log", tmp_path / "shard-0")  # the log can be read again
     again.recover()
     assert again.shard.tables["mine"].size() == ROUNDS // 10
     assert again.shard.version == server.engine.shard.version
@@ -125,7 +125,7 @@ def test_every_damaged_connection_is_served_or_cut_and_the_next_good_one_succeed
                         peer.sendall(data[:n])
                         data = data[n:]
                     peer.shutdown(socket.SHUT_WR)
-                    while peer.recv(1 << 16):  # until the server has ended it, too
+                    while peer.recv(1 << 16):  # until the server has closed it, too
                         pass
                 except TimeoutError:
                     raise

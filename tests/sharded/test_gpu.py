@@ -1,4 +1,4 @@
-"""Tables that span processes, with the batch's work on a GPU: equal to the CPU over several steps."""
+"""Tables that span processes, with ids and rows of a batch on a GPU: equal to the CPU over several steps."""
 
 import itertools
 

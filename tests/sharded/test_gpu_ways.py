@@ -1,6 +1,6 @@
-"""Ways to shard with rows on a GPU: what the CPU gives, with several processes on one card.
+"""Ways to shard with rows on a GPU: the same results as on the CPU, with several processes on one GPU.
 
-Without a card the first tests run in Triton's interpreter, in a process that sets it up before the first import.
+Without a GPU the first tests run in Triton's interpreter, in a process that sets it up before the first import.
 """
 
 import os
@@ -104,7 +104,7 @@ def test_mixed_ways_train_as_one_process_does_and_are_restored_on_the_cpu(tmp_pa
     check_restored(rows, tmp_path, [(WORLD, OTHER)], "cpu")
 
 
-# --- on a card --------------------------------------------------------------------------------------------------------
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The gradient driver: which gradients reach whom, how they are clipped, and in which order updates happen."""
+"""The gradient driver: where gradients go, how they are clipped, and the order of updates."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Checkpoints that servers keep under a name, and tables that are brought back to them."""
+"""Checkpoints that servers keep under a name, and tables that are restored from them."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_a_table_comes_back_and_goes_on_to_the_same_bits_while_others_stay(tmp_p
             learn(other, 1, seed=5)
             others = rows(other)
             client.checkpoint()
-            client.checkpoint()  # as many as push the first out
+            client.checkpoint()  # enough to remove the first one
             client.restore("item", "run-1")
             assert rows(table) == then
             assert rows(other) == others
@@ -80,7 +80,7 @@ def test_kept_checkpoints_stay_as_long_as_they_are_listed(tmp_path):
         ]
         with pytest.raises(ConfigError, match="keeps no checkpoint 'run-1'"):
             client.restore("item", "run-1")
-        client.checkpoint(keep_as="run-3", others=["run-2"])  # again, after a restart of the trainer
+        client.checkpoint(keep_as="run-3", others=["run-2"])  # again after a restart of the trainer
         client.restore("item", "run-3")
 
 
@@ -111,7 +111,7 @@ def test_what_cannot_be_brought_back_is_refused(tmp_path):
         ps_table(client, 4, name="item")
         with pytest.raises(ConfigError, match="has no table 'item'"):
             client.restore("item", "run-1")
-        with pytest.raises(ConfigError, match="holds no table 'nothing'"):
+        with pytest.raises(ConfigError, match="has no table 'nothing'"):
             client.restore("nothing", "run-1")
         manifest = next(tmp_path.glob("s0/kept-run-1/manifest.json"))
         manifest.unlink()

@@ -1,4 +1,4 @@
-"""The durable log alone: what is written comes back, what is torn is cut, what was lost is reported."""
+"""The durable log by itself: what is written is read back, a torn end is cut, and losses are reported."""
 
 import os
 import random
@@ -49,7 +49,7 @@ def test_a_log_cut_at_any_byte_gives_the_records_before_the_cut(tmp_path):
         ends.append(len(found))
         if size >= 16:
             assert path.stat().st_size <= size
-            assert records(tmp_path) == found  # after the cut the file is whole
+            assert records(tmp_path) == found  # after the cut the file is complete
     assert ends[-1] == 5
     assert ends == sorted(ends)
 

@@ -1,17 +1,17 @@
-"""Tables with budgets on a server: what left for a write is in the log, and comes back the same."""
+"""Tables with budgets on a server: rows that a write evicts are in the log, and recovery evicts the same ones."""
 
 import pytest
 import torch
 
 from shoal.errors import ConfigError
 from shoal.sharded import Engine, Shard
-from shoal.sharded.ps.client.tables import create_request
+from shoal.sharded.ps.client.remote import create_request
 from shoal.sharded.ps.protocol import Op, Request, Status
 from shoal.sharded.ps.server.log import replay
 from tests.sharded.helpers import config
 
 STREAM = b"one worker......"
-ROWS = 20_000  # more than a table that lets exactly the right rows go
+ROWS = 20_000  # more rows than a table with exact eviction has
 
 
 def engine(folder, durability="log"):
@@ -63,7 +63,7 @@ def test_a_server_that_comes_back_from_its_log_has_the_same_rows(tmp_path, polic
     again = engine(tmp_path)
     assert contents(again) == contents(first)
     assert again.shard.version == first.shard.version
-    third = engine(tmp_path)  # and so it does when it has come back, and goes on
+    third = engine(tmp_path)  # the same after it has recovered and continued
     for seq, ids in enumerate(batches(1, 3), 15):
         write(third, seq, ids)
     assert contents(engine(tmp_path)) == contents(third)
@@ -73,7 +73,7 @@ def test_refused_ids_are_refused_again(tmp_path):
     first = engine(tmp_path)
     create(first, max_rows=50)
     write(first, 1, torch.arange(50))
-    write(first, 2, torch.arange(20, 120))  # what a call brings does not leave for it
+    write(first, 2, torch.arange(20, 120))  # rows of a call are not evicted for it
     write(first, 3, torch.arange(200, 300), Op.INSERT)
     refused = first.shard.tables["t"].eviction_stats().refused
     assert refused >= 50
@@ -94,7 +94,7 @@ def test_a_write_whose_outcome_is_not_in_the_log_decides_again(tmp_path):
     )  # fmt: skip
     first.log.sync()
     again = engine(tmp_path)
-    assert contents(again) == contents(first)  # nobody was told of it
+    assert contents(again) == contents(first)  # the write was not acknowledged
     write(again, 12, torch.tensor([-3]))
     assert again.shard.tables["t"].contains(torch.tensor([-1, -2, -3])).all()
     assert contents(engine(tmp_path)) == contents(again)
@@ -114,7 +114,7 @@ def test_a_follower_has_the_rows_of_its_leader(tmp_path):
     assert follower.take(records[-1:], lambda request: None) == 1
     assert contents(follower) == contents(leader)
     follower.checkpoint()
-    write(follower, 13, torch.arange(5 * ROWS, 5 * ROWS + 100))  # it leads now
+    write(follower, 13, torch.arange(5 * ROWS, 5 * ROWS + 100))  # the follower leads now
     assert contents(engine(tmp_path / "b")) == contents(follower)
     assert follower.log.next_number == leader.log.next_number + 2
 

@@ -1,4 +1,4 @@
-"""Partitioned tables: the specification's worked example and layouts of every kind, in both kinds of parts."""
+"""Partitioned tables: worked examples and layouts of every kind, with both kinds of parts."""
 
 import pytest
 import torch
@@ -125,7 +125,7 @@ def test_worked_example(build):
         ],
         "deep": [[11.8, 12.0, 12.2, 4.4, 4.5, 4.6], [7.4, 7.5, 7.6, 0, 0, 0], [0, 0, 0, 21.2, 21.5, 21.8]],
     }
-    if build.native:  # shop and price have tables of their own, so 4 and 8 of shop are what fill() gave shop
+    if build.native:  # shop and price have separate tables, so 4 and 8 of shop have the values that fill() gave shop
         assert bundle[f"{PRE}native_multi_hash_table_fake_table:0:fids_row_split"].tolist() == [0, 1, 3, 4]
         assert bundle[f"{PRE}emb_size"].tolist() == [21, 9]
     assert sorted(found) == ["bias", "deep", "vec"]

@@ -1,4 +1,4 @@
-"""Queues, stages and hooks: what goes in comes out, in order, once, with an end."""
+"""Queues, stages and hooks: everything comes out once and in order, and they end."""
 
 import threading
 import time
@@ -116,7 +116,7 @@ def test_a_stage_runs_ahead_but_not_further_than_its_capacity():
         while len(made) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.05)
-        assert made == [0, 1, 2]  # two wait, one is in the hand
+        assert made == [0, 1, 2]  # two wait, and the thread holds one
         assert stage.get() == 0
     assert not any(thread.name == "ahead-producer" for thread in threading.enumerate())
 

@@ -1,4 +1,4 @@
-"""Servers and trainers on a local Ray: placed, killed, back again."""
+"""Servers and trainers on a local Ray: placed, killed, restarted."""
 
 from datetime import timedelta
 
@@ -21,7 +21,7 @@ SETTINGS = {"optimizer": "sgd", "lr": 1.0, "initializer": "zeros"}
 def test_a_local_ray_places_servers_and_trainers_and_brings_back_the_dead(tmp_path, monkeypatch):
     from shoal.sharded.placement.ray import RayServers
 
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # Ray's own 15 starves on a machine that is busy
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # with Ray's default of 15 workers starve on a busy machine
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(ConfigError, match=r"ray\.init"):
         RayServers(1)

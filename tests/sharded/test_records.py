@@ -1,4 +1,4 @@
-"""Updates that are named by the records that they are of: applied once on every shard, whoever sends them."""
+"""Updates that are identified by their records: applied once on every shard, whoever sends them."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_a_step_is_one_write_and_is_applied_once_whoever_sends_it(servers):
         assert rows(mine) == [[-3.0], [-3.0]]
         assert b.learnt(["p", "q", "r"]) == {"p": [128, 128], "q": [64, 64], "r": [0, 0]}
         before = [info["version"] for info in b.info()]
-        for upto in (64, 128):  # it took over and makes them again
+        for upto in (64, 128):  # it took over and sends them again
             learn(b, theirs, "p", upto)
         assert rows(theirs) == [[-3.0], [-3.0]]
         learn(b, theirs, "p", 200)
@@ -88,7 +88,7 @@ def test_a_partition_that_somebody_else_learns_is_an_error(servers):
         mine, theirs = tables(a), tables(b)
         learn(a, mine, "p", 64)
         learn(b, theirs, "p", 100)
-        with pytest.raises(ConfigError, match="somebody else has learnt this partition up to record 100"):
+        with pytest.raises(ConfigError, match="another trainer has learnt this partition up to record 100"):
             learn(a, mine, "p", 128)
         assert rows(mine) == [[-2.0], [-2.0]]
 

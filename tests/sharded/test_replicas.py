@@ -1,5 +1,4 @@
-"""A shard on several servers: decisions as plain functions, then servers in this process, then processes that are
-killed."""
+"""A shard on several servers: decisions as pure functions, then servers in this process, then killed processes."""
 
 import errno
 import json
@@ -60,7 +59,7 @@ def test_only_a_server_with_everything_leads_when_the_leader_has_gone():
     assert claim(state, "b", {"b": "y", "c": "z"})[0] == ShardState(term=4, leader="b", in_sync=("b",))
     after, why = claim(state, "c", {"b": "y", "c": "z"})
     assert after is None
-    assert "lacks writes" in why
+    assert "does not have all acknowledged writes" in why
     assert "--force-lead" in why
     assert claim(without(state, "b"), "b", {"b": "y"})[0] is None
 
@@ -227,7 +226,7 @@ def test_a_follower_has_every_row_and_answers_no_write(group):
     eventually(lambda: leader.leads)
     follower = group("b")
     in_sync(leader, follower)
-    with PsClient([f"{follower.address}|{leader.address}"], deadline=LONG) as client:  # the wrong one first
+    with PsClient([f"{follower.address}|{leader.address}"], deadline=LONG) as client:  # the follower first
         table = table_of(client)
         for step in range(5):
             table.apply_gradients(T([1, 2]), torch.ones(2, 2), step)
@@ -249,7 +248,7 @@ def test_a_leader_without_contact_to_the_registry_answers_no_read(group, monkeyp
         table.assign(T([1]), torch.ones(1, 2))
         monkeypatch.setattr(leader.replication, "in_contact", lambda: False)
         client.deadline = timedelta(seconds=0.5)
-        for ids in (T([1]), torch.arange(100_000)):  # a small read is answered in another place than a large one
+        for ids in (T([1]), torch.arange(100_000)):  # small and large reads are answered by different threads
             with pytest.raises(DeadlineError, match="lost contact with the registry"):
                 table.lookup(ids)
         monkeypatch.undo()
@@ -297,7 +296,7 @@ def test_a_follower_hears_from_the_leader_that_it_leads_now(group, monkeypatch):
     eventually(lambda: leader.leads)
     follower = group("b")
     in_sync(leader, follower)
-    monkeypatch.setattr(replication_module, "TICK_S", 2 * WITHIN_S)  # nobody looks into the registry by itself
+    monkeypatch.setattr(replication_module, "TICK_S", 2 * WITHIN_S)  # no server polls the registry
     time.sleep(0.3)
     with PsClient([f"{leader.address}|{follower.address}"], deadline=LONG) as client:
         name = client.info()[0]["group"]["name"]
@@ -332,7 +331,7 @@ def test_a_leader_that_joins_again_answers_no_read_before_it_knows_who_leads(gro
     monkeypatch.setattr(board, "read", read)
     monkeypatch.delattr(board, "join")
     try:
-        assert looked.wait(WITHIN_S)  # it has joined, and not read the state yet
+        assert looked.wait(WITHIN_S)  # it has joined, but not read the state yet
         eventually(lambda: not leader.replication.may_answer())
         asked = {0: Request(Op.LOOKUP, counts=(1,), names=("t",), ids=T([1]))}
         with (
@@ -357,7 +356,7 @@ def test_a_log_that_nobody_acknowledged_is_set_aside(group, tmp_path):
     in_sync(leader, follower)
     leader.stop()
     eventually(lambda: follower.leads)
-    log = Log(tmp_path / "a", leader.server.engine.log.next_number)  # as if it had died before a follower had this
+    log = Log(tmp_path / "a", leader.server.engine.log.next_number)  # as if it had died before a follower got this
     log.append(
         Request(
             Op.APPLY, stream=bytes(15) + b"x", seq=1, counts=(1,), names=("t",), ids=T([1]), values=T([1.0, 1.0])
@@ -376,7 +375,7 @@ def test_a_log_that_nobody_acknowledged_is_set_aside(group, tmp_path):
 def damage(folder):
     for path in folder.glob("log-*"):
         data = bytearray(path.read_bytes())
-        data[40] ^= 1  # in a record that had been on the disk
+        data[40] ^= 1  # in a synced record
         path.write_bytes(data)
 
 
@@ -394,7 +393,7 @@ def test_a_server_whose_directory_is_damaged_takes_the_leaders_rows_under_a_new_
         damage(tmp_path / "b")
         back = group("b")
         in_sync(leader, back)
-    assert back.replication.name != name  # which may be in sync as far as the registry knows
+    assert back.replication.name != name  # the old name may still be in sync in the registry
     assert back.rows(T([1, 2])).tolist() == [[-2, -2], [-1, -1]]
     (aside,) = (tmp_path / "b").glob("superseded-*")
     assert "is damaged" in (aside / "why.txt").read_text()
@@ -434,7 +433,7 @@ def test_a_follower_whose_disk_is_full_waits_for_room(group, monkeypatch):
         client.flush()
         in_sync(leader, follower)
         full = True
-        table.apply_gradients(T([1]), torch.ones(1, 2), 0)  # once the follower is not waited for any more
+        table.apply_gradients(T([1]), torch.ones(1, 2), 0)  # once it no longer waits for the follower
         eventually(lambda: len(leader.server.info()["group"]["in_sync"]) == 1)
         full = False
         in_sync(leader, follower)
@@ -448,7 +447,7 @@ def test_a_server_with_an_empty_disk_takes_the_leaders_checkpoint(group, tmp_pat
     with PsClient([leader.address], deadline=LONG) as client:
         table = table_of(client)
         table.apply_gradients(torch.arange(1000), torch.ones(1000, 2), 0)
-        for _ in range(3):  # the log's beginning goes
+        for _ in range(3):  # the beginning of the log is removed
             client.checkpoint()
             table.apply_gradients(T([5]), torch.ones(1, 2), 1)
         client.checkpoint(keep_as="run-best")

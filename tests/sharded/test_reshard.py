@@ -1,4 +1,4 @@
-"""Checkpoints for another number of shards: what a server that still serves must not suffer from it."""
+"""Checkpoints for another number of shards, which must not disturb a server that is running."""
 
 import os
 

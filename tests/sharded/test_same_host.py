@@ -112,13 +112,13 @@ def test_a_peer_may_end_once_it_has_given_what_the_others_need(monkeypatch, gave
     pids = [os.getpid(), ended_pid(), os.getpid()]
     ranks = [same_host.Rings(memory, rank, pids) for rank in range(3)]
     looked, raised, outs = threading.Event(), [], [torch.zeros(3, dtype=torch.int64) for _ in range(3)]
-    plain = same_host.Rings._look
+    plain = same_host.Rings._check_peers
 
     def look(self, until, timeout_s):
         plain(self, until, timeout_s)
         looked.set()
 
-    monkeypatch.setattr(same_host.Rings, "_look", look)
+    monkeypatch.setattr(same_host.Rings, "_check_peers", look)
 
     def exchange(rank):
         try:

@@ -99,7 +99,7 @@ def test_every_answer_is_kept_until_the_worker_has_it():
         assert [list(answer.payload) for answer in told_again] == [[b"NaN"], [], [b"\1\0\0\0"], []]
         known.remember(b"a", 5, Answer(), acked=3)
         assert known.answer(b"a", 4).status == Status.OK
-        assert known.answer(b"a", 1).status == Status.INTERNAL  # the worker said that it had it
+        assert known.answer(b"a", 1).status == Status.INTERNAL  # the worker has confirmed it
         assert "no longer" in bytes(known.answer(b"a", 1).payload[0]).decode()
 
 
@@ -314,7 +314,7 @@ def test_health_and_drain(servers):
     with pytest.raises(urllib.error.HTTPError, match="503"):
         get(server, "/healthz")
     with PsClient([server.address]) as client:
-        told(client.info, r"parameter server 0 of 1 .* going down")
+        told(client.info, r"parameter server 0 of 1 .* shutting down")
 
 
 def test_idle_connections_take_few_threads(servers):
@@ -325,7 +325,7 @@ def test_idle_connections_take_few_threads(servers):
         for _ in range(60):
             idle.enter_context(socket.create_connection((host, int(port)), timeout=60))
         for _ in range(3):
-            assert get(server, "/healthz")[0] == 200  # by threads that no idle connection has
+            assert get(server, "/healthz")[0] == 200  # idle connections do not occupy all threads
         assert threading.active_count() - before <= 16
     assert get(server, "/healthz")[0] == 200
 
@@ -341,12 +341,12 @@ def test_addresses_must_be_in_the_order_of_shards(servers):
 
 def test_a_server_that_is_not_there_is_named():
     with socket.socket() as port:
-        port.bind(("127.0.0.1", 0))  # and nobody listens
+        port.bind(("127.0.0.1", 0))  # but not listening
         address = f"tcp://127.0.0.1:{port.getsockname()[1]}"
         begin = time.monotonic()
         with (
             PsClient([address], deadline=timedelta(seconds=0.5)) as client,
-            pytest.raises(DeadlineError, match=f"parameter server 0 of 1 \\({address}\\) gave no answer"),
+            pytest.raises(DeadlineError, match=f"parameter server 0 of 1 \\({address}\\) did not answer"),
         ):
             client.info()
         assert time.monotonic() - begin < 60
@@ -430,10 +430,10 @@ def test_log_and_checkpoint_bring_back_every_bit(tmp_path):
         if seq in (13, 26):
             subject.checkpoint()
         if seq % 5 == 0:
-            subject.log.sync()  # as a kill would leave it; nothing is closed
+            subject.log.sync()  # as after a kill: nothing is closed
             subject = engine(tmp_path)
             assert entries(subject) == entries(judge)
-    assert write(subject, 39, counts=[1], ids=T([1]), values=T([1.0, 1, 1])).status == Status.OK  # known: not again
+    assert write(subject, 39, counts=[1], ids=T([1]), values=T([1.0, 1, 1])).status == Status.OK  # known: not repeated
     assert entries(subject) == entries(judge)
     assert len(list(tmp_path.glob("checkpoint-*"))) == 2
 
@@ -521,7 +521,7 @@ def test_a_full_disk_makes_writers_wait_and_nothing_is_lost(servers, tmp_path, m
         full.clear()
         client.deadline = LONG
         table.apply_gradients(T([1]), T([[1.0]]))
-        assert table.lookup(T([1])).item() == -2  # those that were given up were never applied
+        assert table.lookup(T([1])).item() == -2  # abandoned writes were never applied
 
 
 def test_a_failed_sync_ends_the_server_without_an_answer(servers, tmp_path, monkeypatch):
@@ -547,7 +547,7 @@ def test_a_failed_sync_ends_the_server_without_an_answer(servers, tmp_path, monk
     assert "Input/output error" in server.fatal
     monkeypatch.undo()
     server.stop()
-    assert ended == []  # the worker waits, for a server that comes back
+    assert ended == []  # the worker waits for the server to return
     client.close()
     worker.join(60)
     assert ended == ["this parameter-server client is closed"]
@@ -619,7 +619,7 @@ def test_eviction_goes_through_the_log(servers, tmp_path):
     assert again.shard.tables["t"].size() == 1
 
 
-# --- what does not start ----------------------------------------------------------------------------------------------
+# --- servers that must not start --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -645,7 +645,7 @@ def test_limits_of_nothing_are_refused():
 def test_a_folder_without_clients_would_keep_everyone_out(tmp_path):
     _, secret = generate(tmp_path, "server")
     for folder in (tmp_path / "nowhere", tmp_path / "empty"):
-        with pytest.raises(ValueError, match="holds no public key"):
+        with pytest.raises(ValueError, match="has no public key"):
             ParameterServer(Engine(Shard(0, 1)), keys=ServerKeys(secret=secret, clients=folder))
         (tmp_path / "empty").mkdir(exist_ok=True)
 

@@ -1,4 +1,4 @@
-"""Tables on servers that are asked for again with other settings: what they take, what they refuse, what stays."""
+"""Tables on servers that are opened again with other settings: which are accepted, refused and kept."""
 
 import logging
 
@@ -7,7 +7,7 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.sharded import Engine, Shard, ps_table
-from shoal.sharded.ps.client.tables import create_request
+from shoal.sharded.ps.client.remote import create_request
 from shoal.sharded.ps.protocol import Op, Request, Status
 from shoal.table import (
     AdagradOptimizer,
@@ -82,7 +82,7 @@ def test_settings_that_leave_rows_alone_are_taken_and_survive(tmp_path, changed,
     before = first.shard.tables["t"].lookup_entry(IDS)
     assert create(first, changed).status == Status.OK
     assert first.shard.tables["t"].lookup_entry(IDS) == before
-    # rows to come are as of a table that was made with the new settings
+    # new rows are like those of a table that was created with the new settings
     judge = HashTable.from_config(changed, name="judge", seed=4)
     judge.apply_gradients(IDS[60:], gradients[60:])
     judge_rate = judge.rates(0)
@@ -100,7 +100,7 @@ def test_settings_that_leave_rows_alone_are_taken_and_survive(tmp_path, changed,
 REFUSED = {
     "dim": (config(3, optimizer=AdagradOptimizer()), {}, "dim is 2, not 3"),
     "optimizer": (config(2, optimizer=AdamOptimizer()), {}, "the optimizer is adagrad, not adam"),
-    "seed": (config(2, optimizer=AdagradOptimizer()), {"seed": 5}, "new rows follow from seed 4, not 5"),
+    "seed": (config(2, optimizer=AdagradOptimizer()), {"seed": 5}, "its new rows depend on seed 4, not 5"),
 }
 
 
@@ -125,7 +125,7 @@ def test_what_to_do_with_bad_gradients_can_change(tmp_path, caplog):
     assert write(first, Op.APPLY, 1, **bad).status == Status.BAD_REQUEST
     with caplog.at_level(logging.INFO, "shoal.ps"):
         assert create(first, config(2), on_bad_gradient="skip").status == Status.OK
-    assert "table 't' takes other settings" in caplog.text
+    assert "table 't' has new settings" in caplog.text
     assert write(first, Op.APPLY, 2, **bad).status == Status.OK
     assert create(first, config(2), on_bad_gradient="never").status == Status.BAD_REQUEST
     assert write(first, Op.APPLY, 3, **bad).status == Status.OK
@@ -141,7 +141,7 @@ def test_a_filter_with_another_threshold_goes_on_counting(tmp_path):
     write(first, Op.APPLY, 4, T([7, 8]), values=torch.ones(2, 2), rates=[1.0])
     for server in (first, engine(tmp_path)):
         assert server.shard.tables["t"].contains(T([7, 8])).tolist() == [True, False]
-    assert create(first, config(2), filter=filtered(3, capacity=5000)).status == Status.OK  # counts anew
+    assert create(first, config(2), filter=filtered(3, capacity=5000)).status == Status.OK  # starts to count from zero
     write(first, Op.APPLY, 5, T([8]), **gradient)
     assert create(first, config(2)).status == Status.OK
     write(first, Op.APPLY, 6, T([9]), **gradient)

@@ -1,4 +1,4 @@
-"""Which rank owns an id of our own tables, and checkpoints of the rule that left rank 0 empty."""
+"""Which rank owns an id of our own tables, and checkpoints of version 0.1, whose rule left rank 0 empty."""
 
 import json
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def test_ranks_restore_what_the_old_rule_saved(tmp_path):
     manifest = {"format": 1, "world_size": 5, "empty_rank0": True, "dim": 2}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     for rank in range(5):
-        # every rank tells the others the same, that it has restored its part
+        # every rank reports the same: that it has restored its part
         backend = SimpleNamespace(rank=rank, world_size=5, all_to_all=lambda flat, send, recv: flat.clone())
         table = AllToAllHashTable(2, backend=backend, **SETTINGS).restore(tmp_path)
         owned = IDS[table.owner(IDS) == rank]
@@ -58,7 +58,7 @@ def five_ranks(rank, world, folder):
     path = save("old", old)
     if rank == 0:
         saved = read_saved(f"{path}/{MANIFEST}")
-        del saved.fields["content"]["tables"][0]["empty_rank0"]  # as it was written then
+        del saved.fields["content"]["tables"][0]["empty_rank0"]  # as version 0.1 wrote it
         write_saved(saved.manifest, saved.fields, saved.files)
     ranks.barrier()
     table = AllToAllHashTable(2, name="t", **SETTINGS)

@@ -1,4 +1,4 @@
-"""What ``queue_configs`` sets: lookups ahead and updates late, beside the loop, in one order. Threads, then ranks."""
+"""The effect of ``queue_configs``: early lookups and late updates, in one order. Threads, then ranks."""
 
 import itertools
 import threading
@@ -44,8 +44,8 @@ class Log:
     def __init__(self, table):
         self._changed = threading.Condition()
         self.events = []
-        self._count(table._exchange, "rows", "looked")
-        self._count(table._exchange, "gradients", "exchanged")
+        self._count(table._shard.exchange, "rows", "looked")
+        self._count(table._shard.exchange, "gradients", "exchanged")
         self._count(table.table, "fused_apply_gradient", "applied")
 
     def _count(self, owner, method, event):
@@ -112,7 +112,7 @@ def test_gradients_are_exchanged_and_applied_while_the_next_batch_computes():
         log = Log(table)
 
         def during(step, log=log):
-            assert log.events.count("exchanged") <= step  # not that of this batch, and the last one may be under way
+            assert log.events.count("exchanged") <= step  # not that of this batch, and maybe not the last one
             log.wait("exchanged", step)
             log.wait("applied", step)
 
@@ -185,7 +185,7 @@ def test_steps_without_gradients_and_loops_that_call_hooks():
     assert seen == [0, 0, 1, 1]
     assert table.table.lookup({"a": T([7])})["a"].item() == -3
     assert pipeline.next() is None
-    with pytest.raises(ConfigError, match="none waits"):
+    with pytest.raises(ConfigError, match="no batch waits"):
         pipeline.update({"a": T([[1.0]])}, 0)
 
 
@@ -295,7 +295,7 @@ def test_the_queues_of_the_fused_layout():
 def test_the_queues_of_shards_that_ranks_own():
     assert run_partitioned(partitioned(1, gpu_emb=True)) == ([0, 1, 2, 3, 4, 5], 0)
     for key in KEYS:
-        late = 0 if key == "embedding_prefetch_capacity" else 1  # which does not count there
+        late = 0 if key == "embedding_prefetch_capacity" else 1  # a lookup ahead does not count there
         found = run_partitioned(partitioned(1, gpu_emb=True, **{key: 1}))
         assert found == ([max(0, n - late) for n in range(6)], late)
 

@@ -1,4 +1,4 @@
-"""The time of a write on servers: the server's where none is given, taken before the log is written."""
+"""The time of a write on servers: the server's if none is given, taken before the log is written."""
 
 import json
 import time
@@ -65,7 +65,7 @@ def test_a_time_far_ahead_is_refused_by_worker_and_server(servers):
         table.assign(IDS, ONES)
         with pytest.raises(ConfigError, match="a day ahead of the clock"):
             table.assign(IDS, 2 * ONES, req_time=far)
-        with pytest.raises(ConfigError, match="a day ahead of the clock"):  # of a worker whose clock is wrong
+        with pytest.raises(ConfigError, match="a day ahead of the clock"):  # from a worker with a wrong clock
             client.write({0: Request(Op.ASSIGN, counts=[3], names=("t",), ids=IDS, values=2 * ONES, req_time=far)})
         assert table.lookup(IDS).tolist() == [[1, 1]] * 3
         assert [part.evict() for part in table.tables] == [0]
@@ -108,7 +108,7 @@ def test_a_replay_gives_the_same_stamps_whatever_the_clock_says(tmp_path, monkey
             {0: Request(Op.ASSIGN, counts=[3], names=("t",), ids=IDS + 10, values=ONES, flags=NOW, req_time=7)}
         )
     expected = server.engine.shard.tables["t"].lookup_entry(torch.arange(20))
-    assert EntryDump.FromString(expected[11]).last_update_ts_sec > 7  # what a worker's clock said does not matter
+    assert EntryDump.FromString(expected[11]).last_update_ts_sec > 7  # the worker's clock does not matter
     server.stop()
     monkeypatch.setattr(time, "time", lambda: 5.0)
     again = Engine(Shard(0, 1), "log", tmp_path)

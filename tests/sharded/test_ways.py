@@ -1,4 +1,4 @@
-"""Tables by table, by column and as copies: the promises of a group in threads, then models, checkpoints, processes."""
+"""Tables by table, by column and as copies: the rules of a group in threads, then models, checkpoints, processes."""
 
 import functools
 
@@ -143,7 +143,7 @@ def restored(ranks, spread, folder):
         table.restore(folder / name)
     every = torch.arange(30)
     rows = {name: table.lookup(every) for name, table in tables.items()}
-    for table in tables.values():  # state as well as weights
+    for table in tables.values():  # state and weights
         ids = every if ranks.rank == 0 else every[:0]
         table.apply_gradients(ids, torch.ones(ids.numel(), table.dim_size), 9)
     return rows, {name: table.lookup(every) for name, table in tables.items()}, [t.size() for t in tables.values()]
@@ -164,7 +164,7 @@ def test_all_ways_restore_from_each_others_checkpoints_on_another_number_of_rank
             assert min(sizes) > 20
 
 
-# --- refusing ---------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("way", "options", "says"), [

@@ -1,4 +1,4 @@
-"""ZeroMQ's protocol as a server reads it: bytes in any pieces, bounds that hold, peers that misbehave."""
+"""ZeroMQ's protocol as a server reads it: bytes in pieces of any size, limits, peers that misbehave."""
 
 import contextlib
 import random

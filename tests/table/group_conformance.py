@@ -1,4 +1,4 @@
-"""What every kind of table promises as a `shoal.table.protocol.Group`, judged by plain CPU tables used one by one.
+"""The conformance suite of `shoal.table.protocol.Group`, which compares each kind with single CPU tables.
 
 A test of a kind runs each of `CASES` with a `Kind`. Cases that need what a kind lacks (`erase`, say) end early.
 """
@@ -311,7 +311,7 @@ def gradients_reach_largest_and_first_rows(kind: Kind) -> None:
             found, weights = batch.find("initial"), batch.weights if number else None
             marks = batch.marked(found, weights, "initial")[1]
             parts = [batch.part(found, weights, marks)]
-            if number == 2:  # what was read counts, whatever becomes of the rows
+            if number == 2:  # the values that were read count, whatever happens to the rows
                 other = Batch(kind, tables, TWO, seed=9)
                 between = other.part(other.find("initial"))
                 other.group.update([between], step=Step(number))
@@ -386,7 +386,7 @@ def erased_ids_are_made_again(kind: Kind) -> None:
     for table, plain in zip(tables, judge, strict=True):
         gone, more = torch.arange(0, 20, 4), torch.arange(100, 140)
         table.erase(gone.to(kind.device))
-        table.assign(more.to(kind.device), torch.ones(40, DIM, device=kind.device))  # which takes the rows
+        table.assign(more.to(kind.device), torch.ones(40, DIM, device=kind.device))  # reuses the rows
         plain.erase(gone)
         plain.assign(more, torch.ones(40, DIM))
     batch.group.update([part], step=Step())
@@ -440,7 +440,7 @@ def a_bad_gradient_changes_nothing(kind: Kind) -> None:
     tables, judge = pair(kind)
     fill(kind, tables, judge)
     batch = Batch(kind, tables, TWO, bags=40)
-    batch.grad[:, DIM:] = float("nan")  # of the second table: the first has nothing applied either
+    batch.grad[:, DIM:] = float("nan")  # in the second table: nothing is applied to the first either
 
     def update() -> None:
         batch.group.update([batch.part(batch.find("initial"))], step=Step())

@@ -79,7 +79,7 @@ def test_an_empty_table_is_a_checkpoint_too(tmp_path):
 def test_more_shards_than_stripes(tmp_path):
     table = table_of(500, saver_parallel=100)
     table.save(str(tmp_path / "t"))
-    assert len(os.listdir(tmp_path)) == 101  # and the manifest
+    assert len(os.listdir(tmp_path)) == 101  # the files and the manifest
     assert all_rows(table_of(0).restore(str(tmp_path / "t"))) == all_rows(table)
 
 
@@ -168,7 +168,7 @@ def test_an_id_that_comes_twice_is_refused(tmp_path):
     (tmp_path / "t-00000-of-00001").write_bytes(whole + whole)
     expect_refusal(tmp_path, f"has {2 * len(whole)} bytes, its manifest says {len(whole)}")
     (tmp_path / "t.manifest").unlink()
-    expect_refusal(tmp_path, "200 of the 400 records have an id that another record has, too")
+    expect_refusal(tmp_path, "200 of the 400 records repeat the id of another record")
 
 
 def test_random_sleep_delays_but_does_not_harm(tmp_path):
@@ -558,7 +558,7 @@ def test_a_save_that_another_replaces_while_it_is_read_is_read_again(tmp_path):
     def fail():
         raise DataError("damaged")
 
-    with pytest.raises(DataError, match="damaged"):  # and nobody replaced it
+    with pytest.raises(DataError, match="damaged"):  # and nothing replaced it
         read_newest([base], fail)
 
 

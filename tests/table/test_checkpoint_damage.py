@@ -55,7 +55,7 @@ def test_files_of_a_table(tmp_path):
     assert len(files(tmp_path)) == 3
     for path in files(tmp_path):
         for damage in damages(path):
-            if damage == "t.manifest removed":  # as files of another program
+            if damage == "t.manifest removed":  # like files of another program
                 continue
             with pytest.raises(DataError, match=r"table 't': .*t(-0000\d-of|\.manifest)"):
                 other.restore(tmp_path / "t")
@@ -146,7 +146,7 @@ def test_files_of_a_chain_fall_back_to_what_is_whole_and_say_so(tmp_path, caplog
             with caplog.at_level(logging.WARNING):
                 taken = restore_incremental(other, tmp_path)
             if taken.name == "ckpt-00000003" and folder != "ckpt-00000001":
-                assert path.name == "manifest.json"  # white space was changed
+                assert path.name == "manifest.json"  # only white space was changed
             else:
                 assert taken.name == expected[folder], damage
                 assert (f"{folder} is damaged" in caplog.text or folder in caplog.text) == (folder != "ckpt-00000001")
@@ -165,7 +165,7 @@ def test_a_chain_with_nothing_whole_is_an_error_and_changes_nothing(tmp_path):
                 assert path.name in str(error) or "has no manifest" in str(error)  # noqa: PT017
                 assert rows_of(other) == before, damage
             else:
-                assert path.name == "manifest.json"  # white space was changed
+                assert path.name == "manifest.json"  # only white space was changed
                 assert rows_of(other) == rows_of(table_of(50))
                 other = table_of(7, 5.0)
 
@@ -185,14 +185,14 @@ def test_files_of_a_model_checkpoint(tmp_path):
     for path in files(tmp_path):
         for damage in damages(path):
             if damage.endswith(".manifest removed") or (path.suffix == ".json" and damage.endswith("removed")):
-                continue  # as files of another program
+                continue  # like files of another program
             try:
                 HashTableCheckpointRestorerListener(base).before_restore()
             except DataError as error:
                 assert path.name in str(error)  # noqa: PT017
                 assert table.size() == 0, damage
             else:
-                assert path.suffix == ".json"  # white space was changed
+                assert path.suffix == ".json"  # only white space was changed
                 table.clear()
 
 
@@ -208,7 +208,7 @@ def test_a_damaged_model_checkpoint_is_passed_over_and_named(tmp_path, caplog):
     assert table.lookup(torch.tensor([7])).item() == 1
     assert "model-2.assets is damaged" in caplog.text
     next((tmp_path / "model-1.assets").glob("manifest.*.json")).write_text("{")
-    with pytest.raises(DataError, match=r"no checkpoint model-\*.assets .* is whole"):
+    with pytest.raises(DataError, match=r"no checkpoint model-\*.assets .* is complete"):
         HashTableCheckpointRestorerListener(base).before_restore()
 
 
@@ -272,7 +272,7 @@ def test_files_of_a_table_over_ranks(tmp_path):
     other = table_of(5.0, 3)
     for path in files(tmp_path):
         if path.name == "rows.manifest":
-            continue  # the manifest of the folder names the rows, too
+            continue  # the manifest of the folder also lists the rows
         for damage in damages(path):
             try:
                 other.restore(tmp_path / "t")
@@ -280,7 +280,7 @@ def test_files_of_a_table_over_ranks(tmp_path):
                 assert path.name in str(error)  # noqa: PT017
                 assert other.size() == 3, damage
             else:
-                assert path.name == "manifest.json"  # white space was changed
+                assert path.name == "manifest.json"  # only white space was changed
                 assert other.size() == 20
                 other = table_of(5.0, 3)
 

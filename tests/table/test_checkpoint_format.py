@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint: against protobuf's own serialization, golden files, and readers that are not ours."""
+"""The bytes of a checkpoint: against protobuf's own serialization, golden files, and other readers."""
 
 import struct
 
@@ -158,7 +158,7 @@ def test_an_entry_has_the_very_bytes_that_protobuf_writes(opt):
         assert kinds == [k for k in (opt, "sgd", "adagrad") if k != "moving_average"]
         for element in message.opt.dump:
             state = getattr(element, element.WhichOneof("type"))
-            # every field is written, a zero too
+            # every field is written, even zeros
             assert len(state.ListFields()) == len(state.DESCRIPTOR.fields)
         assert message.HasField("id")
         assert message.last_update_ts_sec in (1000, 2000, 3000)
@@ -218,7 +218,7 @@ def test_a_checkpoint_restores_every_bit_of_a_row(opt, tmp_path):
     table = train(make_table(*segments, saver_parallel=2))
     table.save(str(tmp_path / "t"))
     other = make_table(*segments, name="other")
-    other.assign(torch.tensor([12345]), torch.ones(1, other.dim_size))  # not in the checkpoint: gone afterwards
+    other.assign(torch.tensor([12345]), torch.ones(1, other.dim_size))  # not in the checkpoint, so removed afterwards
     other.restore(str(tmp_path / "t"))
     assert all_rows(other) == all_rows(table)
     assert other.max_update_time == 3000

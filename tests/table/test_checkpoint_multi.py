@@ -321,7 +321,7 @@ def test_the_newest_complete_step_is_restored(tmp_path):
         HashTableCheckpointSaverListener(base).before_save(step)
     restorer = HashTableCheckpointRestorerListener(base)
     assert restorer.before_restore()
-    assert table.lookup(torch.tensor([1]))[0, 0] == 3  # written last, though not the highest step
+    assert table.lookup(torch.tensor([1]))[0, 0] == 3  # written last, though it is not the highest step
     path = tmp_path / "model-3.assets" / "MonolithHashTable_a-00000-of-00001"
     path.write_bytes(path.read_bytes()[:-1])
     restorer.before_restore()
@@ -551,7 +551,7 @@ def test_a_damaged_filter_file_never_crashes(tmp_path_factory, rng):
     except (DataError, ValueError):
         assert table.num_elements == 0
     for id in range(2000):
-        table.add(id)  # whatever was restored can be used
+        table.add(id)  # the restored filter can be used
 
 
 def test_a_table_and_its_filter_survive_a_restart(tmp_path):

@@ -1,4 +1,4 @@
-"""The page about tables runs as it is written."""
+"""The page about tables runs as printed."""
 
 import re
 from pathlib import Path

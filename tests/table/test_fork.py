@@ -1,4 +1,4 @@
-"""Processes that are forked while other threads are inside a table: the child can use it, every time."""
+"""Processes that are forked while other threads use a table: the child can always use it."""
 
 import os
 import signal
@@ -52,7 +52,7 @@ def in_child(work):
     if child == 0:
         status = 1
         try:
-            torch.set_num_threads(1)  # as workers of a DataLoader have: torch's own threads do not outlive a fork
+            torch.set_num_threads(1)  # as in workers of a DataLoader: torch's threads do not survive a fork
             status = 0 if work() else 2
         finally:
             os._exit(status)
@@ -105,7 +105,7 @@ def test_a_child_uses_a_table_that_threads_of_the_parent_were_writing(native_thr
         deadline = time.monotonic() + SECONDS
         while busy.calls == before and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert busy.calls > before  # the parent went on
+        assert busy.calls > before  # the parent continued
 
 
 def test_rows_in_a_child_are_whole():

@@ -1,4 +1,4 @@
-"""`LocalGroup`: CPU tables that are read in one call. The suite of groups, then what is special about these."""
+"""`LocalGroup`: CPU tables that are read in one call. The suite of every group, then its own tests."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_an_active_filter_keeps_initial_rows_back_and_counts_nothing():
     assert not rows[:12].any()
     assert rows[12:].all()
     filtered.apply_gradients(read.ids[:1], torch.ones(1, 4))
-    assert filtered.size() == 0  # its first occurrence: reading was none
+    assert filtered.size() == 0  # its first occurrence, because reading does not count
 
 
 def test_bad_arguments_are_refused():
@@ -238,16 +238,16 @@ def test_bad_arguments_are_refused():
     for wrong_out in (torch.empty(3, DIM), torch.empty(3, 2 * DIM).double(), torch.empty(2 * DIM, 3).T):
         with pytest.raises(ConfigError, match="out must be"):
             pooled(out=wrong_out)
-    with pytest.raises(ConfigError, match="combiner must be one of 0 to 4"):
+    with pytest.raises(ConfigError, match=r"combiner must be 0\.\.4, got 5"):
         pooled(features=Features((0, 1), (SUM, 5), (0, DIM), 2 * DIM))
-    for lengths, message in (((1, 0), "length of firstn must be at least 1, got 0"), ((2, 1), "length of firstn")):
+    for lengths, message in (((1, 0), "length of a feature must be .*, got 0"), ((2, 1), "length of a feature")):
         with pytest.raises(ConfigError, match=message):
             pooled(features=Features((0, 1), (SUM, FIRSTN), (0, DIM), 2 * DIM, lengths=lengths))
-    with pytest.raises(ConfigError, match="columns must be"):
+    with pytest.raises(ConfigError, match="first column of a feature must be"):
         pooled(features=Features((0, 1), (SUM, FIRSTN), (0, DIM), 2 * DIM, lengths=(1, 2)))
     with pytest.raises(ConfigError, match=r"marks must be contiguous uint8 \[12, 1\], got torch.uint8 \[11, 1\]"):
         pooled(features=Features((0, 1), (SUM, MAX), (0, DIM), 2 * DIM), marks=torch.empty(11, 1, dtype=torch.uint8))
-    with pytest.raises(ConfigError, match="columns must be"):
+    with pytest.raises(ConfigError, match="first column of a feature must be"):
         pooled(features=Features((0, 1), (SUM, SUM), (0, DIM + 1), 2 * DIM))
 
 

@@ -1,4 +1,4 @@
-"""One update of several tables in this process equals ``apply_gradients`` on each of them, bit for bit.
+"""One update of several tables in this process is bit-identical to ``apply_gradients`` on each of them.
 
 Plain values first, then bad input, then tables that change between find and update, then threads.
 """
@@ -22,7 +22,7 @@ from shoal.table.pooling import pool_columns, row_gradients
 from shoal.table.protocol import FIRSTN, MAX, MEAN, SQRTN, SUM, Features, Found, Part, Step, marks_shape
 from shoal.table.tracking.touched import TouchedKeySet
 
-KINDS = sorted(set(ROW_OPTIMIZERS) - {"batch_softmax"})  # which is for a dim of 1
+KINDS = sorted(set(ROW_OPTIMIZERS) - {"batch_softmax"})  # it needs a dim of 1
 
 
 class Tables:
@@ -373,7 +373,7 @@ def test_skipped_gradients_are_counted_and_ignored_ones_are_applied():
     features = Features((0, 1, 2), (SUM, SQRTN, SUM), (0, 5, 10), 15, padding=3)
     parts = [bags_part(features, [[1, 2, 3], [2, 1, 0], [3, 3, 0]], weights=True)]
     parts[0].grad[1, 0] = parts[0].grad[0, 6] = torch.nan
-    parts[0].grad[2, 11] = torch.nan  # of an empty bag
+    parts[0].grad[2, 11] = torch.nan  # in an empty bag
     for each in ("sum", "occurrence"):
         update(Tables(*mine), parts, Step(0, 3), each)
         alone(judges, parts, each=each, time=3)
@@ -395,22 +395,22 @@ def test_parts_that_do_not_fit_are_refused_and_change_nothing():
             update(group, [part], Step(**step), "sum")
 
     refused("add up to 4", counts=(3,))
-    refused("negative", counts=(-1,))
+    refused("counts must be >= 0, got -1", counts=(-1,))
     refused("counts must be", counts=(4, 0))
     refused("must go from 0 to 4", offsets=torch.tensor([0, 2, 3]))
-    refused("must not fall", offsets=torch.tensor([0, 7, 4]))
+    refused("must never fall", offsets=torch.tensor([0, 7, 4]))
     refused("offsets must be", offsets=torch.tensor([0, 2, 4], dtype=torch.int32))
     refused("the gradient must be", grad=torch.randn(3, 5))
     refused("the gradient must be", grad=torch.randn(2, 5).double())
     refused("the gradient must be", grad=torch.randn(3, 5), offsets=None)
     refused("weights must be", weights=torch.ones(3))
     refused("one of 1 tables", features=Features((1,), (SUM,), (0,), 5))
-    refused("within 5", features=Features((0,), (SUM,), (1,), 5))
+    refused(r"within 0\.\.5, got 5 columns from 1", features=Features((0,), (SUM,), (1,), 5))
     refused("max needs the marks", features=Features((0,), (MAX,), (0,), 5))
-    refused("one of 0 to 4", features=Features((0,), (7,), (0,), 5))
-    refused("length of firstn", features=Features((0,), (FIRSTN,), (0,), 5, lengths=(0,)))
-    refused("within 5", features=Features((0,), (FIRSTN,), (0,), 5, lengths=(2,)))
-    refused("combiner and a column", features=Features((0,), (), (), 5))
+    refused(r"combiner of feature 0 must be 0\.\.4, got 7", features=Features((0,), (7,), (0,), 5))
+    refused("length of feature 0 must be", features=Features((0,), (FIRSTN,), (0,), 5, lengths=(0,)))
+    refused(r"within 0\.\.5", features=Features((0,), (FIRSTN,), (0,), 5, lengths=(2,)))
+    refused("one combiner and one column per feature", features=Features((0,), (), (), 5))
     refused("ids must be", ids=ids.int())
     refused("ids must be", ids=torch.arange(8)[::2])
     refused("lr_scale must have", lr_scale=[1.0, 1.0])

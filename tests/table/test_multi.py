@@ -147,7 +147,7 @@ def test_fused_calls_refuse_what_does_not_add_up_and_change_nothing():
     for arguments, words in (
         ({"grads": torch.ones(4)}, "id_grads"),
         ({"grads": bad}, "NaN"),
-        ({"rates": [1.0]}, "rate per segment"),
+        ({"rates": [1.0]}, "must have 2 rates, one per segment"),
         ({"rates": [1.0, float("inf")]}, "rate"),
         ({"offsets": torch.tensor([0, 0, 2])}, "id_offsets"),
         ({"req_time": -1}, "req_time"),
@@ -186,7 +186,7 @@ def test_lookup_gradient_spreads_rows_over_their_ids():
     got, grads = hash_table_lookup_gradient(where, ids(7, 8, 7), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert got.tolist() == [7, 8, 7]
     assert grads.tolist() == [[1, 2], [1, 2], [3, 4]]
-    with pytest.raises(ValueError, match="row 2"):
+    with pytest.raises(ValueError, match=r"in \[0, 2\), got 2"):
         hash_table_lookup_gradient(torch.tensor([[2, 0]]), ids(7), torch.zeros(2, 1))
     with pytest.raises(ValueError, match="id_indices"):
         hash_table_lookup_gradient(torch.tensor([[0, 0]]), ids(7, 8), torch.zeros(2, 1))
@@ -308,7 +308,7 @@ def test_merged_in_front_of_a_synchronous_table_hands_packs_on():
     assert {slot: rows.tolist() for slot, rows in found.items()} == {"a": [[1], [2]], "b": [[3]]}
     assert bundle == {"mine": 1}
     found, _ = t.lookup({"a": None, "b": None}, {}, ({name: [0, 1]}, [torch.tensor([[9.0]])]))
-    assert [len(found["a"]), len(found["b"])] == [2, 1]  # the sizes of the batch that is answered
+    assert [len(found["a"]), len(found["b"])] == [2, 1]  # the sizes of this batch
     t.apply_gradients({"b": torch.ones(1, 1), "a": torch.zeros(2, 1)}, bundle, 3, scale=2, skip_merge_id=True)
     grads, *rest = t.table.given
     assert grads[name].tolist() == [[0], [0], [1]]
@@ -426,7 +426,7 @@ def test_several_tables_give_float32_on_the_cpu_whatever_torchs_defaults():
     merged = MergedMultiTypeHashTable(
         {"x": config(2), "y": config(2)}, lambda configs: MultiTypeHashTable(configs, factory)
     )
-    with torch.device("meta"):  # as in `with torch.device("cuda")`; what lands here holds no numbers
+    with torch.device("meta"):  # as in `with torch.device("cuda")`; tensors on it have no values
         multi.assign({"a": (asked, values)}).apply_gradients({"a": (asked, values), "b": ([1], [[1.0, 1.0]])}, 0)
         assert {name: rows.tolist() for name, rows in multi.lookup({"a": asked, "b": [1]}).items()} == {
             "a": [[0, 0], [0, 0]],

@@ -185,7 +185,7 @@ def test_the_filter_is_asked_per_occurrence_before_an_assign_and_during_an_assig
     t, hash_filter = filtered(1)
     t.assign_add(ids(1, 1, 1), torch.tensor([1.0, 2, 3]))
     assert t.lookup(ids(1)).item() == 5
-    assert hash_filter.get(1) == 2  # the third saw the row that the second had made
+    assert hash_filter.get(1) == 2  # the third found the row that the second had created
     t.reinitialize(ids(2))
     assert hash_filter.get(2) == 0
     t, _ = filtered(1)
@@ -309,7 +309,7 @@ def test_a_name_is_free_again_when_its_table_could_not_be_made():
     segment = CombineAsSegment(1, ZerosInitializer(), SgdOptimizer())
     with pytest.raises(ValueError, match="learning_rate_fns"):
         hash_table_from_config(instance([segment], [1.0, 2.0]), name_suffix="x")
-    with pytest.raises(ValueError, match="there is no table named 'MonolithHashTable_x'; there are none"):
+    with pytest.raises(ValueError, match="there is no table named 'MonolithHashTable_x'; registered tables are none"):
         HashTable.from_proto(table.HashTableProto(shared_name="MonolithHashTable_x"))
     with pytest.raises(ValueError, match="sync_client must be one of create_parameter_sync_clients"):
         hash_table_from_config(instance([segment], [1.0]), name_suffix="x", sync_client=TouchedKeySet())
@@ -425,7 +425,7 @@ def torch_defaults(request):
         yield
         torch.set_default_dtype(torch.float32)
     else:
-        with torch.device("meta"):  # as in `with torch.device("cuda")`; what lands here holds no numbers
+        with torch.device("meta"):  # as in `with torch.device("cuda")`; tensors on it have no values
             yield
 
 
@@ -443,7 +443,7 @@ def test_tables_give_float32_on_the_cpu_whatever_torchs_defaults(torch_defaults)
     assert t.lookup([1, 2]).tolist() == [[-1, -2], [0, 0]]
 
 
-@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # torch's own, once a process
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # torch's own warning, once per process
 def test_tensors_without_numbers_are_refused():
     asked = ids(1)
     t = one(2).assign(asked, torch.ones(2))
@@ -453,7 +453,7 @@ def test_tensors_without_numbers_are_refused():
             with pytest.raises(ValueError, match=r"table 'one': .* FakeTensor"):
                 call()
         with pytest.raises(ValueError, match="without memory"):
-            t.lookup(asked)  # its result would be one
+            t.lookup(asked)  # its result would be one of these, too
     assert t.lookup(asked).tolist() == [[1, 1]]
 
 
@@ -588,7 +588,7 @@ class TableMachine(RuleBasedStateMachine):
         every = sorted(self.seen)
         asked = torch.tensor(every)
         assert ours.contains(asked).tolist() == reference.contains(every).tolist()
-        # Rounding piles up over the steps; each optimizer is held to 1e-6 a step elsewhere.
+        # Rounding accumulates over the steps; other tests check each optimizer to 1e-6 per step.
         torch.testing.assert_close(ours.lookup(asked), reference.lookup(every), rtol=1e-3, atol=1e-3)
         for key, entry in zip(every, ours.lookup_entry(asked), strict=True):
             if key in reference.rows:

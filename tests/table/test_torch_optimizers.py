@@ -65,7 +65,7 @@ def test_the_defaults_are_those_of_torch(ours, theirs):
     shared = {
         name: (value, defaults[SAME.get(name, name)]) for name, value in own.items() if SAME.get(name, name) in defaults
     }
-    if ours is shoal.Momentum:  # SGD with its momentum, which SGD has off
+    if ours is shoal.Momentum:  # SGD with momentum, which is off by default
         assert shared.pop("momentum") == (0.9, 0)
     assert "lr" in shared
     assert {name: ours for name, (ours, _) in shared.items()} == {name: theirs for name, (_, theirs) in shared.items()}

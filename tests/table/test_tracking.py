@@ -1,4 +1,4 @@
-"""Which ids of a table changed: plain values first, then threads, then many ids."""
+"""The changed ids of a table: plain values first, then threads, then many ids."""
 
 import threading
 
@@ -145,7 +145,7 @@ def test_removed_ids_beyond_what_is_kept_are_counted_and_logged(caplog):
     table.erase(torch.arange(1000))
     taken = tracker.take()
     assert len(taken.ids) + taken.lost == 1000
-    assert "removed ids were lost" in caplog.text
+    assert "removed ids exceeded the tracker's capacity" in caplog.text
     assert tracker.take().lost == 0
 
 

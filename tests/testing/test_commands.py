@@ -1,4 +1,4 @@
-"""`Command`: a `shoal` command as a process of its own."""
+"""`Command`: a `shoal` command as a separate process."""
 
 import os
 import signal
@@ -28,4 +28,4 @@ def test_a_command_writes_ends_and_is_killed_as_any_process(tmp_path):
             sees.wait(0.01)
         sees.send_signal(signal.SIGKILL)
     assert sees.returncode == -signal.SIGKILL
-    sees.send_signal(signal.SIGTERM)  # nobody is there any more
+    sees.send_signal(signal.SIGTERM)  # the process has already ended

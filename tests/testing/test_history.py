@@ -1,4 +1,4 @@
-"""The checker finds what was planted, names it, and finds nothing else."""
+"""The checker reports exactly the planted errors."""
 
 import time
 
@@ -39,11 +39,11 @@ def test_what_was_not_acknowledged_may_have_happened_or_not(history, unknown):
 @pytest.mark.parametrize(
     ("wrong", "kind", "text"),
     [
-        ({102: 0}, "missing", "row 102: w's update 2: acknowledged 1 time(s), and it is 0"),
-        ({103: 2}, "doubled", "row 103: w's update 3: begun 1 time(s), and applied 2 times"),
-        ({105: 2}, "doubled", "row 105: w's update 5: begun 1 time(s), and applied 2 times"),
-        ({1: 1}, "out of order", "row 1: s set it to 2, acknowledged, and it is 1"),
-        ({1: 4}, "nobody's", "row 1: s set it to 3 at most, and it is 4"),
+        ({102: 0}, "missing", "row 102: w's update 2: acknowledged 1 time(s), but it is 0"),
+        ({103: 2}, "doubled", "row 103: w's update 3: begun 1 time(s), but applied 2 times"),
+        ({105: 2}, "doubled", "row 105: w's update 5: begun 1 time(s), but applied 2 times"),
+        ({1: 1}, "out of order", "row 1: s set it to 2, acknowledged, but it is 1"),
+        ({1: 4}, "nobody's", "row 1: s set it to 3 at most, but it is 4"),
     ],
 )
 def test_what_is_wrong_is_named(history, wrong, kind, text):
@@ -53,7 +53,7 @@ def test_what_is_wrong_is_named(history, wrong, kind, text):
 
 def test_rows_that_nobody_wrote_must_be_empty(history):
     (found,) = history.check(written(GOOD | {7: 3}), others=[7, 8, 101])
-    assert str(found) == "row 7: nobody wrote to it and it is 3"
+    assert str(found) == "row 7: nobody wrote to it, but it is 3"
 
 
 def test_a_read_sees_what_was_acknowledged_before_it(history):
@@ -65,7 +65,7 @@ def test_a_read_sees_what_was_acknowledged_before_it(history):
     history.read("r", 1, 9, began)
     assert [str(found) for found in history.check(written(GOOD))] == [
         "row 1: r read 1 after 2 was acknowledged",
-        "row 1: r read 9, and no more than 3 was written",
+        "row 1: r read 9, but no more than 3 was written",
     ]
 
 

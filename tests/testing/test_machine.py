@@ -58,5 +58,5 @@ def test_clock_and_disk_change_while_a_command_runs(tmp_path):
         finally:
             command.kill()
             command.communicate(timeout=30)
-        with pytest.raises(ConfigError, match="must be given some of clock_s"):
+        with pytest.raises(ConfigError, match="takes only clock_s"):
             machine.set(clock=1)

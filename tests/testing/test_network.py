@@ -62,7 +62,7 @@ def test_bytes_pass_whatever_happens_to_packets(network, echo):
     network.link("a", "b").delay_s = 0.1
     begin = time.monotonic()
     assert echo(b"x") == b"x"
-    assert time.monotonic() - begin >= 0.2  # the connection's first packet, and the byte
+    assert time.monotonic() - begin >= 0.2  # for the connection's first packet and for the byte
 
 
 def test_hosts_that_are_cut_off_hear_nothing(network, echo):

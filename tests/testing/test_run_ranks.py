@@ -1,4 +1,4 @@
-"""The helpers that our users' tests import."""
+"""The helpers of `shoal.testing` that users' tests import."""
 
 import os
 import signal
@@ -126,7 +126,7 @@ def test_threads_raise_or_return_their_errors():
     assert isinstance(run_threads(2, lambda t: 1 // t.rank, return_errors=True)[0], ZeroDivisionError)
     end = threading.Event()
     try:
-        with pytest.raises(DeadlineError, match=r"\[(0, )?1\] still ran"):  # 0 is there if it had not come to run
+        with pytest.raises(DeadlineError, match=r"\[(0, )?1\] were still running"):  # 0 too if it had not run yet
             run_threads(2, lambda t: t.rank and end.wait(200), timeout_s=0.2)
     finally:
         end.set()
@@ -169,7 +169,7 @@ def mpi_ranks(rank, world, fail):
     if fail and rank == 1:
         raise KeyError("mpi reason")
     if fail:
-        time.sleep(1000)  # mpirun ends it, so that it leaves no result
+        time.sleep(1000)  # mpirun ends it, so it leaves no result
     return rank, world, os.environ["OMPI_COMM_WORLD_RANK"]
 
 

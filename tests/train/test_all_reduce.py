@@ -141,7 +141,7 @@ def test_ring_traffic_is_what_a_ring_moves_and_nothing_else(world):
     for t, stats in zip(transports, run_threads(world, work, transports=transports), strict=True):
         data = [d for _, d in t.sent if len(d) > 64]
         small = [d for _, d in t.sent if len(d) <= 64]
-        want = 2 * (world - 1) / world * (n * 4 + 5 * 4)  # halves travel in float32
+        want = 2 * (world - 1) / world * (n * 4 + 5 * 4)  # halves are sent as float32
         assert sum(map(len, data)) == pytest.approx(want, rel=0.01)
         assert {dest for dest, _ in t.sent} == {(t.rank + 1) % world}
         assert stats["buckets"] == 3
@@ -228,7 +228,7 @@ def mismatched(t, what, algorithm):
     with pytest.raises(AggregationError):
         agg.aggregate(mine)
     assert time.monotonic() - began < 30  # not the transport's deadline
-    assert agg.aggregate([torch.ones(2)])[0].tolist() == [1.0, 1.0]  # and the transport is still good
+    assert agg.aggregate([torch.ones(2)])[0].tolist() == [1.0, 1.0]  # the transport still works
 
 
 def compressed_aggregator(t):
@@ -249,7 +249,7 @@ def test_integers_are_summed_and_have_no_mean():
         got = agg.aggregate([torch.tensor([2**40 + t.rank]), torch.tensor([t.rank], dtype=torch.int8)])
         assert got[0].item() == 3 * 2**40 + 3
         assert (got[1].item(), got[1].dtype) == (3, torch.int8)
-        with pytest.raises(AggregationError, match="mean"):
+        with pytest.raises(AggregationError, match="must be floating point to be averaged"):
             AllReduceAggregator(config(t), t).aggregate([torch.tensor([1])])
 
     run_threads(3, work)
@@ -408,7 +408,7 @@ def test_a_truncated_message_is_a_protocol_error():
         try:
             AllReduceAggregator(config(t), t).aggregate([torch.ones(100)])
         finally:
-            t.close()  # or the other one waits for the rest
+            t.close()  # otherwise the other rank waits for the rest
 
     results = run_threads(2, work, transports=transports, return_errors=True)
     assert isinstance(results[1], TransportError)
@@ -509,7 +509,7 @@ def test_ranks_agree_with_the_plain_mean(algorithm, world):
 
 
 def reduce_other_shapes(ranks):
-    with pytest.raises(AggregationError, match="disagree"):
+    with pytest.raises(AggregationError, match="same count, shapes and dtypes"):
         AllReduceAggregator(config(ranks), ranks).aggregate([torch.ones(2 + ranks.rank)])
     return ParameterServer(config(ranks), ranks).broadcast_params([torch.full((3,), 5.0 + ranks.rank)])
 

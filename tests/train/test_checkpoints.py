@@ -1,4 +1,4 @@
-"""Checkpoints of a loop of one's own, resumed by more and fewer ranks (processes)."""
+"""`Checkpoints` in a user's loop, resumed by more and fewer ranks (processes)."""
 
 import pytest
 import torch
@@ -127,19 +127,19 @@ def test_a_model_of_plain_tables_and_its_damage(tmp_path, data):
     assert content(*older[:2]) == first
     assert next(iter(older[2])).samples.label.tolist() == batch.samples.label.tolist()
     (tmp_path / "ckpt-00000001" / "manifest.json").unlink()
-    with pytest.raises(DataError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(DataError, match=r"no checkpoint in .* is complete"):
         opened(tmp_path, data, local)[3].resume()
 
 
 def test_what_does_not_fit_is_refused(tmp_path, data):
     model, optimizer, _, checkpoints = opened(tmp_path, data, local)
     checkpoints.save(1)
-    with pytest.raises(ConfigError, match=r"do not fit the model: it has other tensors: dense.weight"):
+    with pytest.raises(ConfigError, match=r"do not fit the model: these tensors differ: dense.weight"):
         opened(tmp_path, data, local, ways=("row", "row"))[3].resume()
     with pytest.raises(ConfigError, match="keep must be at least 1, got 0"):
         Checkpoints(tmp_path, model, optimizer, keep=0)
-    with pytest.raises(ConfigError, match="a state needs the stream that it is of"):
+    with pytest.raises(ConfigError, match="state needs a stream; pass the stream"):
         Checkpoints(tmp_path, model, optimizer).save(2, {"epoch": 0})
     both = nn.ModuleList([HashEmbeddingBag(local("a", "row")) for _ in range(2)])
-    with pytest.raises(ConfigError, match="tables must have names of their own, got a, a"):
+    with pytest.raises(ConfigError, match="tables must have different names, got a, a"):
         Checkpoints(tmp_path, both, optimizer)

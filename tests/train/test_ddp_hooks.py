@@ -123,5 +123,5 @@ def test_hooks_by_name():
         make_hook("fp16", ratio=0.5)
     with pytest.raises(ConfigError):
         TopKState(0.5, start_step=-1)
-    assert make_hook("bf16")[1].__name__ == "bf16_compress_hook"  # DDP itself wants CUDA for it
+    assert make_hook("bf16")[1].__name__ == "bf16_compress_hook"  # DDP supports it only on CUDA
     run_ranks(2, by_name, timeout_s=200)

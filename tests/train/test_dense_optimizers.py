@@ -1,4 +1,4 @@
-"""The dense part's optimizers against torch's own, and what a process that has one imports."""
+"""The optimizers of the dense part against torch's own, and the modules that they import."""
 
 import subprocess
 import sys

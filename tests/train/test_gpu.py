@@ -1,4 +1,4 @@
-"""The same promises on CUDA tensors; what needs two GPUs is skipped where there is one."""
+"""The same tests on CUDA tensors; those that need two GPUs are skipped if there is one."""
 
 import pytest
 import torch

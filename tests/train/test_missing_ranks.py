@@ -1,4 +1,4 @@
-"""A rank that does not come, or dies, is named by the others, in all that is built on a process group. In processes."""
+"""A missing or dead rank is named by the others, in everything that uses a process group. In processes."""
 
 import re
 from datetime import timedelta
@@ -121,7 +121,7 @@ def test_a_rank_that_does_not_come_is_named_by_the_other():
         assert re.search(r"rank\(s\) \[1\]", text), (user.__name__, text)
         if user in TRANSPORT:
             assert (kind, peer) == (TransportError, MISSING), (user.__name__, kind)
-        elif user is not ddp_hook:  # DDP raises what a hook raised as an error of its own
+        elif user is not ddp_hook:  # DDP wraps a hook's exception
             assert issubclass(kind, (DeadlineError, PeerError)), (user.__name__, kind)
         assert "scripted: rank 1 fails at step 0" in second[user.__name__][1], (user.__name__, second[user.__name__])
 
@@ -142,5 +142,5 @@ def test_a_rank_that_dies_is_named_by_all_others():
 
 
 def test_faults_of_messages_are_refused():
-    with pytest.raises(ConfigError, match="must be given fail, die, hang or delay, got 'drop'"):
+    with pytest.raises(ConfigError, match="must be fail, die, hang or delay, got 'drop'"):
         faults.inject(default_ranks(), faults.drop(rank=0, step=0))

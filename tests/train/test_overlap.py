@@ -1,4 +1,4 @@
-"""Reduction during backward: buckets and world of one here, the rest in processes."""
+"""Reduction during backward: buckets and a single rank in this process, the rest in processes."""
 
 import threading
 import time
@@ -43,7 +43,7 @@ def test_one_rank_alone_keeps_its_gradients():
     reducer.finish()
     assert torch.equal(layer.weight.grad, want)
     assert reducer.last_stats["exposed_s"] >= 0
-    reducer.finish()  # nothing new: the same again
+    reducer.finish()  # no new gradients: the result is unchanged
 
 
 def test_a_second_backward_before_finish_is_refused_instead_of_lost():

@@ -114,7 +114,7 @@ def test_splits_are_the_users_choice():
 
 def in_place_layers():
     layers = make_layers()
-    layers[3] = nn.ReLU(inplace=True)  # the first of stage 1 of 2
+    layers[3] = nn.ReLU(inplace=True)  # the first layer of stage 1 of 2
     return layers
 
 
@@ -296,7 +296,7 @@ def broken_case(rank, world):
         assert time.monotonic() - began < 60  # not the group's deadline
         named = {"forward": "stage 0" if world == 2 else "stage 1", "loss": f"stage {last}", "missing": "stage 0"}
         assert named.get(when, "") in str(caught.value), (when, str(caught.value))
-    # and the group is still good
+    # the group still works
     layers = make_layers()
     runner = PipelineRunner(layers, PipelineParallelConfig(world, 4), loss_fn=mse, group=dist.group.WORLD)
     runner.step(x if rank == 0 else None, y if rank == last else None)

@@ -1,4 +1,4 @@
-"""Cutting layers into stages, and the order of a stage's work."""
+"""Splitting layers into stages, and the order of a stage's work."""
 
 import itertools
 

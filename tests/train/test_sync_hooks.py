@@ -115,7 +115,7 @@ def test_helpers_of_one_process_share_whatever_their_order(monkeypatch):
     chief.mark_restore_done()
     assert chief.get_alive_workers() == [1, 2]
     assert early.get_restore_status()
-    assert not SyncHelper(3, True).get_restore_status()  # the next job's
+    assert not SyncHelper(3, True).get_restore_status()  # of the next job
 
 
 def test_the_parameter_sync_hook_comes_from_here_too():
@@ -177,7 +177,7 @@ def test_info_is_logged_at_most_every_interval(caplog):
     with caplog.at_level(logging.INFO):
         for _ in range(5):
             hook.after_run(RunContext(), None)
-    assert [r.getMessage() for r in caplog.records] == ["table items holds 3 rows"]
+    assert [r.getMessage() for r in caplog.records] == ["table items has 3 rows"]
 
 
 def test_request_time_ends_training(tmp_path):

@@ -1,4 +1,4 @@
-"""A model whose rows count: each sample takes the same from each of its rows, whatever they hold."""
+"""A model whose rows count samples: each sample subtracts the same from each of its rows."""
 
 import os
 
@@ -12,7 +12,7 @@ class Counting(nn.Module):
     def __init__(self, inputs):
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(()))
-        self.ranks = int(os.environ.get("WORLD_SIZE", "1"))  # the loss is the mean over all of them
+        self.ranks = int(os.environ.get("WORLD_SIZE", "1"))  # the loss is the mean over all ranks
 
     def forward(self, dense, rows):
         total = rows.flatten(1).sum(1)

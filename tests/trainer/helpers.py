@@ -1,4 +1,4 @@
-"""What the tests of the trainer share: a small run in this process, and what it says."""
+"""Helpers for the tests of the trainer: a small run in this process, and its reports."""
 
 import resource
 from contextlib import contextmanager

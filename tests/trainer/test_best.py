@@ -34,7 +34,7 @@ def test_an_early_stopped_run_ends_with_the_best_rows_and_weights(data, tmp_path
     assert end["checkpoint"] == str(last)
     assert rows_of(kept) == rows_of(last)
     assert (kept / "dense.safetensors").read_bytes() == (last / "dense.safetensors").read_bytes()
-    assert f"the model in {last} is that of step {best['step']}, the best (auc {best['auc']:.4f})" in summary(end)
+    assert f"the model in {last} is from step {best['step']}, the best (auc {best['auc']:.4f})" in summary(end)
     with open_run(stops(data, tmp_path))[0] as one:
         assert one.evaluate()["auc"] == best["auc"]
 
@@ -70,7 +70,7 @@ def test_the_same_command_again_changes_nothing_and_more_patience_goes_on_with_t
     assert again.saves == again.evaluations == []
     assert folders(tmp_path) == there
     more = run(stops(data, tmp_path, eval_dot_patience=5))
-    assert any(f"of step {first['model_step']}" in note for note in more.notes)
+    assert any(f"of the best step, {first['model_step']}" in note for note in more.notes)
     assert more.ended["step"] > first["step"]
     assert more.ended["model_step"] == best_of(more)["step"] or more.ended["kept_value"] == first["kept_value"]
 
@@ -89,14 +89,14 @@ def test_a_run_that_does_not_stop_early_says_where_the_best_is(data, tmp_path):
     steps = run(stops(data, tmp_path / "stopped")).ended["step"]
     end = run(stops(data, tmp_path / "run", eval_dot_patience=1000, train_dot_max_steps=steps)).ended
     assert (end["why"], end["model_step"]) == ("max_steps", steps)
-    assert f"that of step {end['kept_step']}, the best" in summary(end)
+    assert f"the one from step {end['kept_step']}, the best" in summary(end)
     assert folders(tmp_path / "run") == [f"ckpt-{end['kept_step']:08d}", f"ckpt-{steps:08d}"]
 
 
 def test_without_a_folder_the_end_says_that_the_model_is_the_last(data):
     told = run(stops(data, None))
     assert (told.ended["why"], told.ended["kept_step"]) == ("early_stop", None)
-    assert "the model is that of the last step" in summary(told.ended)
+    assert "the model is from the last step" in summary(told.ended)
 
 
 def test_without_patience_no_checkpoint_is_written_for_an_evaluation(data, tmp_path):
@@ -114,7 +114,7 @@ def test_a_damaged_best_checkpoint_is_told_and_the_model_stays_the_last(data, tm
 
     told = run(stops(data, tmp_path / "run"), Told(damage))
     assert (told.ended["why"], told.ended["model_step"]) == ("early_stop", told.ended["step"])
-    assert any("dense.safetensors is damaged" in note and "that of the last step" in note for note in told.notes)
+    assert any("dense.safetensors is damaged" in note and "model of the last step" in note for note in told.notes)
 
 
 # --- parameter servers ------------------------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ def test_rows_on_servers_are_those_of_the_best_step_where_they_can_be_kept(data,
     if durable:
         kept = {path.name.rpartition("-")[2] for path in (tmp_path / "ps").rglob("kept-*")}
         assert {str(best["step"]), f"{end['step']}_best"} <= kept
-        assert len(kept) <= 3  # servers let go of rows when the next ones are kept
+        assert len(kept) <= 3  # servers release kept rows when the next ones are kept
     else:
-        assert any("do not keep the rows of the best step" in note for note in told.notes)
+        assert any("have not kept the rows of the best step" in note for note in told.notes)
 
 
 # --- two ranks --------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def stop_early(rank, world, *, data, out):
     told = Told()
     config = stops(data, out, table_dot_lr=3.0, eval_dot_every_steps=4)
     with trainer(config, reporter=told) as one:
-        one.reporter = told  # also on the rank that says nothing to people
+        one.reporter = told  # also on the rank that prints nothing
         one.run()
         after = one.evaluate()["auc"]
     return told.evaluations, told.ended, after

@@ -1,4 +1,4 @@
-"""Negatives that were left out, from two streams to a replica: its scores are those of all impressions."""
+"""Down-sampled negatives, from two streams to a replica: its scores are those over all impressions."""
 
 import json
 import random
@@ -76,7 +76,7 @@ def test_a_replica_that_follows_a_run_on_down_sampled_streams_is_calibrated(tmp_
     rates = write_events(tmp_path)
     (tmp_path / "run.toml").write_text(CONFIG)
     with trainer(load_config("run.toml", {"train.max_steps": 1, "serve.push_every_s": 0.0})) as one:
-        one.run()  # a version for the replica to begin with
+        one.run()  # the replica's first version
     command = ["serve", "exports/m", "--name", "m", "--registry", "dir:registry", "--port", 0, "--json"]
     replica = Command(*command, stdout=subprocess.PIPE)
     try:
@@ -92,7 +92,7 @@ def test_a_replica_that_follows_a_run_on_down_sampled_streams_is_calibrated(tmp_
         replica.wait(START_S)
         replica.stdout.close()
     assert done["samples"] < IMPRESSIONS / 2  # most negatives were left out
-    assert done["calibration"] == pytest.approx(1.0, abs=0.2)  # of what the run sees
+    assert done["calibration"] == pytest.approx(1.0, abs=0.2)  # over the samples of the run
     assert before[1] != answer["probability"][1]  # pushed, not exported
     for item, score in zip(rates, answer["probability"].tolist(), strict=True):
         assert score == pytest.approx(rates[item], rel=0.35), (item, rates)

@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged, one file at a time: the whole one before is used and named, or the run refuses.
+"""Checkpoints with one damaged file: the previous complete one is used and named, or the run refuses to start.
 
 First on one process, then checkpoints of version 0.1, then on two ranks.
 """
@@ -20,7 +20,7 @@ from tests.cli.train_helpers import rows_of
 from tests.trainer.helpers import Told, folders, open_run, run, settings
 
 GOLDEN = Path(__file__).parent / "golden"
-ADMIT = {"table_dot_admit_after": 1, "table_dot_admit_capacity": 1000}  # so that there are the files of a filter
+ADMIT = {"table_dot_admit_after": 1, "table_dot_admit_capacity": 1000}  # so that there are files of a filter
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_any_damage_of_any_file_of_the_newest_checkpoint_is_named_and_the_one_be
             one, told = open_run(config)
             with one as resumed:
                 got = state(resumed, ids)
-            if got == newest and name == "manifest.json":  # another blank between two words of the same meaning
+            if got == newest and name == "manifest.json":  # only white space was changed
                 assert not told.notes, (name, what)
                 continue
             assert got == before, (name, what)
@@ -121,7 +121,7 @@ def test_where_no_checkpoint_is_whole_the_run_refuses_to_start_unless_it_is_fres
     content = bytearray(dense.read_bytes())
     content[-5] ^= 4
     dense.write_bytes(content)
-    for _ in range(2):  # and again, since the first time changed nothing
+    for _ in range(2):  # twice, because the first time must change nothing
         with pytest.raises(DataError) as caught:
             run(config)
         for part in ("no checkpoint in", "dense.safetensors is damaged", "manifest.json", "--fresh moves them aside"):
@@ -140,7 +140,7 @@ def test_a_damaged_checkpoint_in_the_way_is_replaced_and_the_run_ends_the_same(d
     run(settings(data, tmp_path / "whole", **more))
     dense = out / "ckpt-00000016" / "dense.safetensors"
     good = dense.read_bytes()
-    dense.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))  # the size is right: only its digest tells
+    dense.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))  # the size is right; only its digest is wrong
     told = run(settings(data, out, **more))
     assert told.saves == [16, 24, 32]
     assert len(told.notes) == 2

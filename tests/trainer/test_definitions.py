@@ -1,4 +1,4 @@
-"""`[features.NAME]` of a run: definitions are read, used, saved, and held against a checkpoint."""
+"""`[features.NAME]` of a run: definitions are read, used, saved, and compared with a checkpoint's."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Runs that are resumed by more or fewer ranks: rows, metrics and positions are shared out anew (processes)."""
+"""Runs that are resumed by more or fewer ranks: rows, metrics and positions are redistributed (processes)."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def learnt(rank, world, *, data, out, steps, part_bytes=None):
             def each():
                 for samples in parts:
                     if samples:
-                        # 26 ids of a sample, hashed into one number: which line of the file it is
+                        # hashes the 26 ids of a sample into one number, which identifies its line in the file
                         lines = (samples.ids.view(len(samples), -1) * torch.arange(1, 27)).sum(1).tolist()
                         seen.setdefault(one.at.epoch, []).extend(lines)
                     yield samples

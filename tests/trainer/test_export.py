@@ -1,4 +1,4 @@
-"""Exports of a run: what a replica answers to raw values and ids, and when exports are written."""
+"""Exports of a run: a replica's answers to raw values and ids, and when exports are written."""
 
 import json
 import os
@@ -271,7 +271,7 @@ def test_what_a_request_leaves_out_is_missing(trained):
     [
         ({"usr": ["u1"]}, "there is no input 'usr' (did you mean 'user'?)"),
         ({"user": ["u1"], "age": [1, 2]}, "one row per sample"),
-        ({"user": "u1"}, "input 'user' must be a list with a value per row"),
+        ({"user": "u1"}, "input 'user' must be a list with one value per row"),
         ({"user": [{"a": 1}]}, "a value must be a text, a number, null or a list"),
         ({"user": [["u1", "u2"]]}, "feature 'user'"),
         ({"age": ["old"]}, "feature 'age'"),
@@ -290,9 +290,9 @@ def test_tensors_of_wrong_types_and_shapes_are_refused_by_name(trained):
     with serving(os.path.dirname(trained[1])) as server:
         for inputs, message in (
             ({"usr": texts(["u1"])}, "there is no input 'usr'"),
-            ({"price": texts(["1"])}, "input 'price' is string"),
-            ({"user": torch.ones(2, dtype=torch.bool)}, "input 'user' is bool"),
-            ({"user": np.array([[b"a", b"b"]], object)}, r"input 'user' has shape \[1, 2\], expected \[rows\]"),
+            ({"price": texts(["1"])}, "input 'price' must be one of .*, got string"),
+            ({"user": torch.ones(2, dtype=torch.bool)}, "input 'user' must be one of .*, got bool"),
+            ({"user": np.array([[b"a", b"b"]], object)}, r"input 'user' must have shape \[rows\], got \[1, 2\]"),
             ({"user": texts(["u1"]), "age": torch.ones(2)}, "one row per sample"),
             ({"user/lengths": torch.ones(1, dtype=torch.int64)}, "there is no input 'user/lengths'"),
             ({"tags": filled([["a"]] * 2), "tags/lengths": torch.tensor([5, 1])}, "tags/lengths"),
@@ -300,7 +300,7 @@ def test_tensors_of_wrong_types_and_shapes_are_refused_by_name(trained):
             with pytest.raises(grpc.RpcError, match=message) as caught:
                 by_grpc(server, inputs)
             assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        with pytest.raises(grpc.RpcError, match="input 'user' is string, expected one of int64"):
+        with pytest.raises(grpc.RpcError, match=r"input 'user' must be one of int64.*, got string"):
             by_grpc(server, {"user": texts(["u1"])}, "ids")
 
 
@@ -323,7 +323,7 @@ def test_an_export_has_its_vocabularies_and_no_optimizer_state(trained):
     assert dumps
     rows = sum(len(one) for one in trained[0].rows.local)
     width = sum(len(one) * one.dim_size for one in trained[0].rows.local)
-    assert len(dumps) < 40 * rows + 5 * width  # an adagrad row would have as many floats again
+    assert len(dumps) < 40 * rows + 5 * width  # with adagrad's state there would be twice as many floats
 
 
 # --- when, and from where
@@ -361,7 +361,7 @@ def test_a_run_exports_at_its_end_and_its_checkpoint_gives_the_same(tmp_path, ca
     first, second = (Manifest.read(one / str(versions(one)[0])).stamps["trainer"] for one in (exports, other))
     assert first.run == second.run
     assert 20 <= second.step <= first.step
-    for wrong, message in ((tmp_path / "nowhere", "there is no checkpoint"), (tmp_path, "holds no whole checkpoint")):
+    for wrong, message in ((tmp_path / "nowhere", "there is no checkpoint"), (tmp_path, "has no complete checkpoint")):
         assert main(["export", str(wrong), "--out", str(other)]) == 2
         assert message in capsys.readouterr().err
     (newest,) = (tmp_path / "run").glob("ckpt-*")
@@ -374,7 +374,7 @@ def test_a_run_exports_at_its_end_and_its_checkpoint_gives_the_same(tmp_path, ca
 def test_exports_come_by_time_and_the_oldest_are_removed(tmp_path):
     path = write_data(tmp_path)
     exports = tmp_path / "exports"
-    (exports / ".tmp-17-abc").mkdir(parents=True)  # of a run that was killed in the middle
+    (exports / ".tmp-17-abc").mkdir(parents=True)  # left by a killed run
     told, logits = run(path, serve__dir=str(exports), serve__every_s=0.000001, serve__keep=2, train__max_steps=4)
     assert [one["step"] for one in told.exports] == [1, 2, 3, 4]
     assert len(versions(exports)) == 2
@@ -409,7 +409,7 @@ def test_an_export_that_fails_leaves_nothing_and_the_run_goes_on(tmp_path):
     config = load_config(path, {"serve.dir": str(exports), "serve.every_s": 1e-6, "train.max_steps": 2})
     told = Told()
     with trainer(config, reporter=told) as one:
-        one.model.forward = lambda *both: torch.zeros(len(both[0]), requires_grad=True)  # not a net that can be traced
+        one.model.forward = lambda *both: torch.zeros(len(both[0]), requires_grad=True)  # cannot be traced
         with pytest.raises(ConfigError, match="must name its two arguments"):
             one.run()
     assert "the export of step 1 failed" in told.notes[0]
@@ -436,10 +436,10 @@ def test_rows_on_servers_are_exported_in_pages_and_from_a_checkpoint(tmp_path, c
             assert sorted(Manifest.read(Path(target)).stamps) == ["ps_0", "ps_1", "trainer"]
             one.rows.client._operations = [ops - {"SCAN"} for ops in one.rows.client._operations]
             one.rows.client._take_infos = lambda infos: None
-            with pytest.raises(UnsupportedError, match="does not know scan: it is of an older version"):
+            with pytest.raises(UnsupportedError, match="does not support scan: it is older than this worker"):
                 one.export(str(tmp_path / "ctr"))
         command = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "later/ctr")]
-        assert main([*command, "--ps-dir", str(tmp_path / "ps")]) == 0  # the servers go on
+        assert main([*command, "--ps-dir", str(tmp_path / "ps")]) == 0  # the servers keep running
     finally:
         for server in servers:
             server.stop()
@@ -451,13 +451,13 @@ def test_rows_on_servers_are_exported_in_pages_and_from_a_checkpoint(tmp_path, c
     assert (later["trainer"].run, later["trainer"].step) == (first["trainer"].run, 20)
     capsys.readouterr()
     assert main(command) == 2
-    assert "name the folders that they were started with: --ps-dir DIR" in capsys.readouterr().err
+    assert "pass the folders that these were started with: --ps-dir DIR" in capsys.readouterr().err
     assert main([*command, "--ps-dir", str(tmp_path / "run")]) == 2
     assert "no parameter server has kept rows as" in capsys.readouterr().err
     for kept in dirs[1].glob("kept-*"):
         kept.rename(tmp_path / kept.name)
     assert main([*command, "--ps-dir", str(tmp_path / "ps")]) == 2
-    assert "of shards [1] of 2; name all folders" in capsys.readouterr().err
+    assert "for shards [1] of 2; list all folders" in capsys.readouterr().err
 
 
 def export_of_ranks(rank, world, *, path, folder):
@@ -489,7 +489,7 @@ def test_scores_are_corrected_for_negatives_that_were_left_out(tmp_path):
         one.export(str(tmp_path / "exports/ctr"))
         plain = one.config.data.schema()
     (values,) = told.evaluations
-    assert values["calibration"] < 0.8  # none of the negatives were left out of this data
+    assert values["calibration"] < 0.8  # this data contains all negatives
     assert plain.to_json()["keep_negatives"] == 0.25
     assert plain.log_odds == pytest.approx(np.log(0.25))
     with serving(tmp_path / "exports/ctr") as server:

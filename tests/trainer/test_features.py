@@ -1,4 +1,4 @@
-"""A table per feature: what is configured, what is learnt, what checkpoints bring back. Then ranks, then servers."""
+"""A table per feature: configuration, learning, checkpoints. Then ranks, then servers."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def csv(tmp_path, text, **more):
     return load_config(None, given | {name.replace("_dot_", "."): value for name, value in more.items()})
 
 
-# --- which tables there are -------------------------------------------------------------------------------------------
+# --- tables of features -----------------------------------------------------------------------------------------------
 
 
 def planned(features, sparse=("user", "item", "history")):
@@ -92,7 +92,7 @@ def test_settings_of_a_feature_stand_above_those_of_the_table():
         ({"table.features.C3.optimizer": "adm"}, r"C3\] optimizer must be one of .*did you mean 'adam'"),
         ({"table.features.C3.optimizer_options": {"beta": 1}}, r"\[table.features.C3\] optimizer_options: adagrad"),
         ({"table.features.C3.combiner": "avg"}, "combiner must be one of .* 'firstn', got 'avg'"),
-        ({"table.features.C3.combiner": "firstn"}, r"\[table.features.C3\] combiner = \"firstn\" needs a max_length"),
+        ({"table.features.C3.combiner": "firstn"}, r"features.C3\] max_length must be set with combiner = \"firstn\""),
         ({"table.features.C3.max_length": 2}, r"C3\] max_length must be used with combiner = \"firstn\""),
         ({"table.features.C3.admit_after": 15}, r"\[table.features.C3\] admit_after must be at most 14, got 15"),
         ({"table.features.C3.table": "C40"}, r"table must be another feature whose rows this one uses, got 'C40'"),
@@ -102,10 +102,10 @@ def test_settings_of_a_feature_stand_above_those_of_the_table():
         ),
         (
             {"table.features.C3.table": "C4", "table.features.C4.table": "C3"},
-            r"\[table.features.C3\] table must not form a circle, got C3 -> C4 -> C3",
+            r"\[table.features.C3\] table must not form a cycle, got C3 -> C4 -> C3",
         ),
-        ({"table.features.C3.table": "C3"}, "must not form a circle, got C3 -> C3"),
-        ({"data.slots": {"C3": 4}, "table.features.C4.dim": 4}, "'C3' and 'C4' share rows, but .* different tables"),
+        ({"table.features.C3.table": "C3"}, "must not form a cycle, got C3 -> C3"),
+        ({"data.slots": {"C3": 4}, "table.features.C4.dim": 4}, "'C3' and 'C4' have the same slot, .* but they do not"),
         ({"table.device": "gpu"}, r"\[table\] device must be one of 'cpu', 'cuda', got 'gpu'"),
         ({"table.device": "cuda", "train.ps": ["127.0.0.1:1"]}, "the rows are on the servers; leave one of them out"),
     ],
@@ -119,7 +119,7 @@ def test_features_that_share_a_table_share_the_slot_of_their_ids():
     config = load_config(None, {"data.train": ["a.tsv"], "table.features.C9.table": "C3"})
     assert config.data.schema().slot("C9") == config.data.schema().slot("C3") == 3
     own = load_config(None, {"data.train": ["a.tsv"], "table.features.C9.table": "C3", "data.slots": {"C9": 40}})
-    assert own.data.schema().slot("C9") == 40  # what is said of slots counts
+    assert own.data.schema().slot("C9") == 40  # explicit slots take precedence
 
 
 @pytest.mark.parametrize("model", ["deepfm", "dlrm"])
@@ -141,12 +141,12 @@ def test_models_that_take_one_row_refuse_firstn(data):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_rows_on_a_gpu_need_one(data):
-    config = settings(data / "nowhere", table_dot_device="cuda")  # told before files are looked for
+    config = settings(data / "nowhere", table_dot_device="cuda")  # reported before files are looked for
     with pytest.raises(ConfigError, match=r'\[table\] device is "cuda", but torch finds no GPU here'):
         open_run(config)[0].__enter__()
 
 
-# --- what is learnt ---------------------------------------------------------------------------------------------------
+# --- learning ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_table_for_each_feature_learns_the_bits_of_one_for_all(data, tmp_path):
@@ -240,7 +240,7 @@ def test_rows_of_many_widths_are_learnt_side_by_side(tmp_path, model):
     config = csv(tmp_path, RAGGED, data_dot_sparse=["user", "tags", "path"], data_dot_separator="|", **given)
     with trainer(config) as one:
         result = one.run()
-        assert result["window_auc"] > 0.8  # "red" tells
+        assert result["window_auc"] > 0.8  # "red" determines the label
         assert {name: table["rows"] for name, table in result["tables"].items()} == {
             "features": 5 + 3,
             "features.tags": 4,
@@ -312,9 +312,9 @@ def test_an_interrupted_run_of_several_tables_ends_in_the_same_bits(data, tmp_pa
         ({"table_dot_features.C3.optimizer": "sgd"}, r"features\.C3\.optimizer = 'adam', the configuration has 'sgd'"),
         (
             {"table_dot_features.C1.lr": 0.1},
-            r"table\.features\.C1 = not set, the configuration has settings of its own",
+            r"without settings in \[table\.features\.C1\], the configuration has some",
         ),
-        ({"table_dot_features.C9.table": "C3"}, r"schema\.slots\.C9 = not set, the configuration has 3"),
+        ({"table_dot_features.C9.table": "C3"}, r"without schema\.slots\.C9, the configuration has 3"),
         ({"table_dot_features.C20.combiner": "mean"}, r"table\.features\.C20\.combiner = 'sum'"),
     ],
 )
@@ -373,7 +373,7 @@ def test_ranks_share_several_tables_and_their_checkpoint_serves_one_process(data
     base = SMALL | given_to(MIXED) | {"data.train": [str(data / "train.tsv")], "out.dir": str(tmp_path)}
     parts = run_ranks(2, train_on_ranks, settings=base | {"train.max_steps": 5}, timeout_s=300)
     ways = {"table.shard": "table:1", "table.features.C3.shard": "data", "table.features.C20.shard": "column"}
-    whole = run_ranks(2, train_on_ranks, settings=base | ways, timeout_s=300)  # from rows that were spread by row
+    whole = run_ranks(2, train_on_ranks, settings=base | ways, timeout_s=300)  # from rows that were sharded by row
     assert parts[0] == parts[1]
     assert whole[0] == whole[1]
     rows, tables, samples = whole[0]
@@ -419,7 +419,7 @@ def test_several_tables_on_servers_come_back_with_the_checkpoint(data, tmp_path)
             if name == "parts":
                 run(settings(data, tmp_path / name / "run", **given, train_dot_max_steps=6))
                 ahead = settings(data, None, **given, train_dot_max_steps=3)
-                run(ahead)  # moves the rows on the server past the checkpoint
+                run(ahead)  # the rows on the server are now newer than the checkpoint
             told = run(settings(data, tmp_path / name / "run", **given, train_dot_max_steps=12))
             ended.append((told.ended["tables"], told.ended["logloss"]))
     assert ended[0] == ended[1]

@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be written: the run goes on, tries again, and only the last one ends it; two ranks, too."""
+"""A checkpoint that cannot be written: the run continues and tries again; only the last one ends it. Two ranks."""
 
 import errno
 import time
@@ -80,7 +80,7 @@ def train_beside_a_full_disk(rank, world, *, data, out):
     with file_limit() as limit:
         told, failure = Told(at_steps(limit, {6: 5000, 10: None, 15: 5000} if rank == 1 else {})), None
         with trainer(settings(data, out, out_dot_every_steps=4), reporter=told) as one:
-            one.reporter = told  # also on the rank that says nothing to people
+            one.reporter = told  # also on the rank that prints nothing
             try:
                 one.run()
             except OSError as error:
@@ -94,7 +94,7 @@ def test_what_one_rank_cannot_write_no_rank_counts_as_written(data, tmp_path):
     assert first[1] == second[1] == [4, 12]
     assert "step 8 could not be written (rank 1: " in first[0][0]
     assert "step 8 could not be written" in second[0][0]
-    assert "it was the last" in first[2][0]
+    assert "at the end of the run" in first[2][0]
     assert second[2][1] == errno.EFBIG
     assert folders(tmp_path) == ["ckpt-00000004", "ckpt-00000012"]
     assert rows_of(tmp_path / "ckpt-00000012")

@@ -60,7 +60,7 @@ def test_checkpoints_of_either_device_are_read_on_the_other(data, tmp_path, writ
     for samples in batches:
         assert torch.equal(ours(samples).cpu(), theirs(samples).cpu())
     ours.train(), theirs.train()
-    for rows in (ours, theirs):  # optimizer states and counts of the filter came along
+    for rows in (ours, theirs):  # optimizer states and the filter's counts were restored, too
         rows.now_s = 1_700_000_100
         rows(batches[0]).square().sum().backward()
     assert theirs.sizes() == ours.sizes()
@@ -104,7 +104,7 @@ def test_rows_that_expired_leave_the_gpu(data, tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_dense_part_on_the_cpu_is_told(data):
     told = run(settings(data, table_dot_device="cuda", train_dot_max_steps=1))
-    assert "the rows are on the GPU and the dense part is on the CPU" in told.notes[0]
+    assert "rows are on the GPU, but the dense part is on the CPU" in told.notes[0]
 
 
 @pytest.mark.gpu
@@ -120,4 +120,4 @@ def test_a_pipeline_learns_the_same(data, tmp_path, given, device):
     assert [piped[name] for name in ("samples", "rows", "step")] == [
         plain[name] for name in ("samples", "rows", "step")
     ]
-    assert piped["logloss"] == pytest.approx(plain["logloss"], rel=1e-4)  # a GPU adds up in an order of its own
+    assert piped["logloss"] == pytest.approx(plain["logloss"], rel=1e-4)  # a GPU sums in another order

@@ -1,4 +1,4 @@
-"""Guard rails: decisions as plain values, then runs whose data turns bad, and their roll-back."""
+"""Guard rails: decisions as plain values, then runs whose data becomes bad, and their roll-back."""
 
 import json
 import urllib.request
@@ -82,7 +82,7 @@ def test_the_newest_predictions_are_given_in_their_order():
     [
         ("min_auc", 1.0, "min_auc must be below 1"),
         ("calibration", [0.8], "must be two numbers"),
-        ("calibration", [1.2, 0.8], "two rising numbers"),
+        ("calibration", [1.2, 0.8], "two increasing numbers"),
         ("calibration", "wide", "list of numbers"),
         ("window", 200_000, "at most .out. auc_window"),
         ("training", "end", "must be one of 'continue', 'stop'"),
@@ -118,7 +118,7 @@ def test_a_trip_is_remembered_until_the_values_recover_or_somebody_acts(tmp_path
     assert len(told) == 2
     recovers = make("recovered")
     assert recovers.allows(12)
-    assert "begin again at step 12" in told[-1]
+    assert "resume at step 12" in told[-1]
     assert read_trip(str(tmp_path)) is None
     (tmp_path / FILE).write_text("{")
     with pytest.raises(DataError, match="cannot be read"):
@@ -138,7 +138,7 @@ def test_which_step_a_run_goes_back_to():
         choose(saved, trip, 6)
     with pytest.raises(ConfigError, match=r"damaged .torn."):
         choose(saved, trip, 20)
-    with pytest.raises(ConfigError, match="no whole checkpoint is left from before"):
+    with pytest.raises(ConfigError, match="there is no complete checkpoint from before"):
         choose(saved[3:], trip, None)
 
 
@@ -227,7 +227,7 @@ def test_bad_samples_stop_pushes_and_exports_and_a_roll_back_begins_again(folder
     assert "the AUC of the last 500 samples is" in alert
     assert "shoal rollback" in alert
     assert any(line.startswith("shoal_train_guard_tripped{") and line.endswith(" 1.0") for line in told.gauges)
-    assert told.exports == []  # also the last one
+    assert told.exports == []  # not even at the end
     trip = read_trip("run")
     assert GOOD < trip.step <= 100
 
@@ -239,9 +239,9 @@ def test_bad_samples_stop_pushes_and_exports_and_a_roll_back_begins_again(folder
     assert [one.step for one in saved_steps("run")][-1] == 50
     assert read_trip("run") is None
 
-    result, told = train()  # reads on behind the samples of the 100 steps: there are none
+    result, told = train()  # continues after the samples of the 100 steps; there are none
     assert (result["step"], told.exports, told.alerts) == (50, [50], [])
-    assert any("reading goes on behind the samples" in note for note in told.notes)
+    assert any("already trained on are not read again" in note for note in told.notes)
     (version,) = Path("exports/m").iterdir()
     assert Manifest.read(version).global_step == 50
 
@@ -251,7 +251,7 @@ def test_a_replay_learns_the_samples_again_and_a_run_can_end_at_a_trip(folder):
     result, told = train(changes)
     assert (result["why"], read_trip("run").step >= 40) == ("guard", True)
     assert "the run ends" in told.alerts[0]
-    assert main(["train", "m.toml", "--set", 'serve.guard.training="stop"']) == 3  # it stays so
+    assert main(["train", "m.toml", "--set", 'serve.guard.training="stop"']) == 3  # it stays stopped
     roll_back("run", 30, replay=True)
     result, told = train(changes)
     assert (result["why"], told.exports[:1]) == ("guard", [30])

@@ -1,4 +1,4 @@
-"""Hooks of a run: when they are called, what they see, how they stop and save; then the library's own, then ranks."""
+"""Hooks of a run: when they are called, what they get, how they stop and save; then the library's own, then ranks."""
 
 import math
 import os
@@ -93,7 +93,7 @@ def test_a_hook_asks_for_checkpoints_and_switches_them_off(data, tmp_path):
     at = {
         1: lambda ctx: timers["own"].reset(),
         2: lambda ctx: timers["own"].disable(),
-        5: lambda ctx: timers["own"].reset(),  # also while it is off
+        5: lambda ctx: timers["own"].reset(),  # also while saving is disabled
         7: lambda ctx: timers["own"].enable(),
     }
     with trainer(config, reporter=told, hooks=[Calls(at)]) as one:
@@ -164,8 +164,8 @@ def test_hooks_of_the_configuration_are_found_by_name(data, tmp_path, module):
         ("Hook", r"\[train\] hooks: name must be package.module:Hook, got 'Hook'"),
         ("no_such_module:Hook", r"\[train\] hooks: there is no module 'no_such_module'"),
         ("my_hooks:Naemd", r"module 'my_hooks' has no 'Naemd' \(did you mean 'Named'\?\)"),
-        ("my_hooks:Needy", "cannot be made without arguments .* name a function that takes the Trainer"),
-        ("my_hooks:nothing", "7 is not a hook: it has no begin, after_create_session, .*SessionRunHook"),
+        ("my_hooks:Needy", "must not need arguments .* name a function that takes the Trainer"),
+        ("my_hooks:nothing", "7 is not a hook, it has no begin, after_create_session, .*SessionRunHook"),
         ("my_hooks:Told", "Told object at .* is not a hook"),
     ],
 )  # fmt: skip
@@ -175,7 +175,7 @@ def test_a_wrong_name_is_refused_before_the_first_step(data, module, name, messa
 
 
 def test_a_class_in_place_of_an_object_is_refused(data):
-    with pytest.raises(ConfigError, match=r"Calls is a class; give an object of it, Calls\(\)"):
+    with pytest.raises(ConfigError, match=r"must be objects, got the class Calls; pass Calls\(\)"):
         open_run(settings(data), hooks=[Calls])[0].__enter__()
 
 
@@ -200,7 +200,7 @@ def test_files_dump_and_stop_the_run(data, tmp_path, caplog):
     assert told.ended["why"] == "stopped"
     assert told.saves[0] == 3
     assert folders(out)[-1] == "ckpt-00000006"
-    assert "table features holds" in caplog.text
+    assert "table features has" in caplog.text
 
 
 def test_listeners_of_tables_and_hooks_of_queues_run_in_a_loop(data, tmp_path):
@@ -208,7 +208,7 @@ def test_listeners_of_tables_and_hooks_of_queues_run_in_a_loop(data, tmp_path):
     for element in range(3):
         queue.put(element)
     hooks = [
-        HashTableCheckpointRestorerListener(tmp_path / "model"),  # there is none yet
+        HashTableCheckpointRestorerListener(tmp_path / "model"),  # there is no checkpoint yet
         HashFilterCheckpointSaverListener(tmp_path / "model", [create_hash_filter(60, 3)], True),
         EnqueueHook(queue),
         AsyncPushHook(queue, lambda: applied.append(queue.dequeue(10))),

@@ -1,4 +1,4 @@
-"""`shoal train` on sources that never end: handover, exact resume, poison, acknowledgements, what is due by the clock.
+"""`shoal train` on endless sources: history and stream, exact resume, bad records, acknowledgements, timers.
 
 The last ones start processes.
 """
@@ -69,7 +69,7 @@ def test_history_is_handed_over_to_the_stream_and_the_run_learns_what_a_run_on_f
     weights, rows, _ = state_of(settings(first, second))
     address = redis_server.address("handover")
     fill(address, 0, 1280)
-    reader = open_reader(address)  # the first 640 are in the history, so the stream begins behind them
+    reader = open_reader(address)  # the first 640 are in the history, so the stream begins after them
     positions = reader.poll(640, 5.0)[0].positions
     reader.close()
     ours, ours_rows, told = state_of(settings(first, f"{address}?from={positions[-1]}"))
@@ -131,7 +131,7 @@ def test_a_history_of_files_is_continued_by_a_topic_from_a_date_on(mock_kafka, t
 
     producer = confluent_kafka.Producer({"bootstrap.servers": mock_kafka.bootstrap})
     midnight_ms = 1_793_491_200_000  # 2026-11-01, UTC
-    for i, record in enumerate(records(0, 640)):  # the first half of each partition is of the day before
+    for i, record in enumerate(records(0, 640)):  # the first half of each partition is from the day before
         producer.produce("dated", record, partition=i % 2, timestamp=midnight_ms + (i - 320) * 1000)
     producer.flush(DEADLINE_S)
     history, rest = write(tmp_path / "a.json", 0, 320), tmp_path / "b.json"

@@ -1,4 +1,4 @@
-"""What a run measures: PR-AUC, GAUC, NDCG, calibration by bucket against slow references; the best checkpoint; ETA."""
+"""Metrics of a run against slow references: PR-AUC, GAUC, NDCG, calibration by bucket; the best checkpoint; ETA."""
 
 import math
 
@@ -73,7 +73,7 @@ def test_buckets_hold_all_samples_and_tell_what_happened():
     found = buckets(metrics.counts)
     assert len(found) == 10
     assert sum(one["samples"] for one in found) == 20_000
-    assert all(abs(one["predicted"] - one["happened"]) < 0.05 for one in found)  # the labels were drawn so
+    assert all(abs(one["predicted"] - one["happened"]) < 0.05 for one in found)  # labels were drawn so
     assert [one["predicted"] for one in found] == sorted(one["predicted"] for one in found)
     probability = 1 / (1 + np.exp(-scores.astype(np.float64)))
     assert sum(one["predicted"] * one["samples"] for one in found) == pytest.approx(probability.sum(), rel=1e-3)

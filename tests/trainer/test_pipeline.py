@@ -1,4 +1,4 @@
-"""`[train] pipeline` and `staleness`: the same bits as without, whatever the tables and whatever happens in between.
+"""`[train] pipeline` and `staleness`: bit-identical to runs without, for all kinds of tables and interruptions.
 
 In this process first, then parameter servers, then ranks as processes.
 """
@@ -72,7 +72,7 @@ def test_with_staleness_runs_are_equal_to_each_other_and_not_to_an_exact_one(cli
     assert rows_of(checkpoint(clicks, tmp_path / "exact")) != rows_of(first)
     told = Told()
     with trainer(config_of(clicks, tmp_path / "first", **options | {"train.epochs": 3}), reporter=told) as one:
-        assert one.run()["samples"] == 3 * 1900  # resumed, and to the end
+        assert one.run()["samples"] == 3 * 1900  # resumed, and run to the end
 
 
 class Crash(SessionRunHook):

@@ -1,4 +1,4 @@
-"""Raw values and ids asked of a model while its rows and weights are pushed, in every form that replicas store rows."""
+"""Requests with raw values and ids while rows and weights are pushed, in every form in which replicas store rows."""
 
 import json
 import random

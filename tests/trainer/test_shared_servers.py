@@ -1,7 +1,7 @@
 """Several trainers on the same parameter servers, killed and given other partitions: each record is learnt once.
 
-Every row counts the records that have its id (`tests.trainer.counting`), so that a record that is lost or learnt twice
-on one of the servers shows.
+Every row counts the records with its id (`tests.trainer.counting`), which shows a record that is lost or learnt twice
+on one of the servers.
 """
 
 import collections
@@ -32,7 +32,7 @@ pytest.importorskip("zmq")
 
 DEADLINE_S = 180
 BATCH = 32
-UNIT = 0.5 / BATCH  # what one sample takes from a row
+UNIT = 0.5 / BATCH  # what one sample subtracts from a row
 RECORDS = 2000
 
 
@@ -151,7 +151,7 @@ class Trainer:
         """Reads what it says until it has learnt so many steps."""
         seen = 0
         for line in self.process.stdout:
-            seen += '"event": "progress"' in line  # ranks put their names before it
+            seen += '"event": "progress"' in line  # lines are labelled with the rank
             if seen >= steps:
                 return
         raise AssertionError("it ended")
@@ -197,7 +197,7 @@ def counts(servers):
 @pytest.mark.parametrize("kind", ["redis", "kafka"])
 def test_partitions_move_between_trainers_that_are_killed(kind, request, servers, tmp_path):
     broker = request.getfixturevalue("redis_server" if kind == "redis" else "mock_kafka")
-    count = RECORDS if kind == "redis" else 1500  # the mock keeps little
+    count = RECORDS if kind == "redis" else 1500  # the mock broker keeps few records
 
     def source(*partitions):
         if kind == "redis":
@@ -215,7 +215,7 @@ def test_partitions_move_between_trainers_that_are_killed(kind, request, servers
     a = Trainer(tmp_path / "a", source(0, 1), servers.addresses).start()
     b = Trainer(tmp_path / "b", source(2, 3), servers.addresses).start()
     a.until(8), b.until(5)
-    a.kill()  # and b takes one of its partitions over
+    a.kill()  # b takes over one of its partitions
     b.until(6)
     b.kill()
     c = Trainer(tmp_path / "c", source(0), servers.addresses).start()
@@ -225,7 +225,7 @@ def test_partitions_move_between_trainers_that_are_killed(kind, request, servers
     c.until(2)
     c.kill(), b.kill()
     fill(count // 2, count)
-    a = Trainer(tmp_path / "a", source(1, 0), servers.addresses, *IDLE).start()  # with a checkpoint of long ago
+    a = Trainer(tmp_path / "a", source(1, 0), servers.addresses, *IDLE).start()  # with an old checkpoint
     b = Trainer(tmp_path / "b", source(2, 3), servers.addresses, *IDLE).start()
     a.finish(), b.finish()
     assert counts(servers) == expected(4, count)
@@ -242,7 +242,7 @@ def test_ranks_of_another_number_take_over_what_others_did_not_finish(redis_serv
     first.until(12)
     first.kill()
     end = time.monotonic() + DEADLINE_S
-    while any(str(tmp_path) in command for command in commands()):  # its ranks end with it
+    while any(str(tmp_path) in command for command in commands()):  # until its ranks have ended
         assert time.monotonic() < end
         time.sleep(0.05)
     Trainer(tmp_path / "out", shared, servers.addresses, *IDLE).start().finish()

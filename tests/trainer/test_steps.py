@@ -1,4 +1,4 @@
-"""How a step is made: learning-rate schedules, gradients of several batches, bfloat16; killed and resumed, on ranks."""
+"""A step's learning-rate schedule, gradients of several batches, bfloat16; killed and resumed, on ranks."""
 
 import math
 from pathlib import Path

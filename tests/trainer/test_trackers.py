@@ -1,4 +1,4 @@
-"""MLflow and Weights & Biases as hooks, with the real packages where they are installed; and a hook of one's own."""
+"""MLflow and Weights & Biases as hooks, with the real packages if they are installed; and a user's hook."""
 
 import importlib.util
 import json

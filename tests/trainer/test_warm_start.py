@@ -1,4 +1,4 @@
-"""A run that begins with another's rows and weights: all of them, those that fit, on ranks; and what is said of it."""
+"""A run that starts with another run's rows and weights: all of them, those that fit, on ranks; and its notes."""
 
 import shutil
 
@@ -48,10 +48,10 @@ def test_the_same_model_begins_where_the_other_ended(data, former, tmp_path):
     assert f"taken: {told.ended['rows']:,} rows" in text
     assert "new:" not in text
     assert "left out" not in text
-    again, said = begin(config, out)  # which resumes
+    again, said = begin(config, out)  # resumes from its own checkpoint
     with again as one:
         assert one.at.step > 0
-    assert any("left out, since the run resumes" in note for note in said.notes)
+    assert any("is ignored, because the run resumes" in note for note in said.notes)
 
 
 def test_features_are_found_by_name_wherever_they_stand_and_whatever_table_they_have(data, former, tmp_path):
@@ -86,7 +86,7 @@ def test_other_dims_and_definitions_are_left_out_by_name(data, former):
     opened, said = begin(settings(data, None, features_dot_C2={"kind": "text", "default": "none"}), out)
     with opened as one:
         assert one.rows.size() > 0
-    assert any("rows of C2, which is defined in another way here" in note for note in said.notes)
+    assert any("rows of C2, which has another definition here" in note for note in said.notes)
 
 
 def test_what_is_not_a_checkpoint_is_refused(data, tmp_path):

@@ -1,4 +1,4 @@
-"""What a supervisor does next, as plain values: starts, restarts, deadlines, the order of a stop."""
+"""The next action of a supervisor, as plain values: starts, restarts, deadlines, the order of a stop."""
 
 import pytest
 
@@ -30,9 +30,9 @@ REPLICA = process("replica-0", "replica", patience_s=30.0)
 ALL = [SERVER, TRAINER, REPLICA]
 
 
-def actions(states, *, told=(), stopping=False, now=100.0):
+def actions(states, *, terminated=(), stopping=False, now=100.0):
     given = {one.name: states.get(one.name, State(phase=Phase.READY)) for one in ALL}
-    return [(one.do, one.name) for one in next_actions(RULES, ALL, given, told, stopping, now)]
+    return [(one.do, one.name) for one in next_actions(RULES, ALL, given, terminated, stopping, now)]
 
 
 def test_a_process_starts_when_those_that_it_needs_are_ready():
@@ -62,7 +62,7 @@ def test_waits_before_restarts_double_up_to_a_limit():
         state = started(state, 50.0 + wait)
     state = exited(RULES, SERVER, state, 1, 60.0)
     assert (state.phase, state.restarts) == (Phase.FAILED, 3)
-    assert "it failed 4 times in a row and is not started again" in state.reason
+    assert "it failed 4 times in a row and is not restarted" in state.reason
     assert actions({"server-0": state}, now=10**6) == []
 
 
@@ -100,7 +100,7 @@ def test_signals_that_have_no_name_are_numbers():
 def test_a_process_that_is_not_ready_in_time_is_killed():
     assert actions({"server-0": State(phase=Phase.STARTING, since=90.0)}) == []
     assert actions({"server-0": State(phase=Phase.STARTING, since=89.0)}) == [("kill", "server-0")]
-    assert actions({"replica-0": State(phase=Phase.STARTING, since=89.0)}) == []  # it waits for an export
+    assert actions({"replica-0": State(phase=Phase.STARTING, since=89.0)}) == []  # still waiting for an export
     assert actions({"replica-0": State(phase=Phase.STARTING, since=59.0)}) == [("kill", "replica-0")]
 
 
@@ -109,7 +109,7 @@ def test_a_stop_goes_from_the_trainer_to_the_servers():
     order = []
     for now in range(200, 230):
         for do, name in actions(
-            states, told=[n for n, s in states.items() if s.phase == Phase.STOPPING], stopping=True, now=now
+            states, terminated=[n for n, s in states.items() if s.phase == Phase.STOPPING], stopping=True, now=now
         ):
             order.append((do, name))
             states[name] = asked(states[name], "stop", "the system is stopped", now)
@@ -128,8 +128,8 @@ def test_nothing_is_started_while_the_system_stops():
 def test_what_does_not_end_after_sigterm_is_killed_once():
     state = asked(State(phase=Phase.READY), "stop", "x", 70.0)
     assert actions({"trainer": state}, now=71.0) == [("terminate", "trainer")]
-    assert actions({"trainer": state}, told=["trainer"], now=90.0) == []
-    assert actions({"trainer": state}, told=["trainer"], now=90.1) == [("kill", "trainer")]
+    assert actions({"trainer": state}, terminated=["trainer"], now=90.0) == []
+    assert actions({"trainer": state}, terminated=["trainer"], now=90.1) == [("kill", "trainer")]
 
 
 def test_a_restart_that_was_asked_for_is_no_failure():

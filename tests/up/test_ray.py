@@ -1,4 +1,4 @@
-"""`shoal up --on ray` on a local Ray: the same command runs in an actor, its log comes back, it is started again."""
+"""`shoal up --on ray` on a local Ray: the command runs in an actor, its log is returned, it is restarted."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`shoal up` with real processes: bad data, the guard, a roll-back, and nothing is left behind."""
+"""`shoal up` with real processes: bad data, the guard, a roll-back, and no process is left behind."""
 
 import json
 import os
@@ -137,7 +137,7 @@ def test_bad_data_trips_the_guard_and_a_roll_back_restores_the_answers(folder, c
             "server-0": "ready", "trainer": "done", "replica-0": "ready"
         }  # fmt: skip
 
-        os.kill(state()["replica-0"]["pid"], signal.SIGKILL)  # it comes back with the export of step 0 alone
+        os.kill(state()["replica-0"]["pid"], signal.SIGKILL)  # it restarts with only the export of step 0
         restart = up.until("restart", "replica-0", "ended with SIGKILL; restart 1 of at most 5 in 0.5 s")
         assert restart["tail"]
         assert "serving ctr" in Path("ctr.run/logs/replica-0.log").read_text()
@@ -156,7 +156,7 @@ def test_bad_data_trips_the_guard_and_a_roll_back_restores_the_answers(folder, c
         assert (top["server-0"]["up"], top["trainer"]["why"]) == (True, "trainer done: it has finished")
 
         assert main(["up", "ctr.toml"]) == 2
-        assert "runs in ctr.run already" in capsys.readouterr().err
+        assert "already running in ctr.run" in capsys.readouterr().err
         assert main(["up", "logs", "ctr.toml", "trainer"]) == 0
         assert "rolled back to step 100" in capsys.readouterr().out
         assert main(["up", "stop", "ctr.toml"]) == 0

@@ -86,7 +86,7 @@ def test_what_is_wrong_with_a_join_is_told_before_anything_starts(tmp_path):
         ('window = "5s"', 'windows = "5s"', "no setting 'windows'"),
         ("out =", "# out =", r"\[join\] out"),
         ('out = "{redis}', 'out = "rdis://broker', "out: a live source must begin with redis:.*got 'rdis://"),
-        ("samples", "actions", "out must be another stream than those that are joined"),
+        ("samples", "actions", "out must differ from the inputs"),
         ('from = "{redis}/actions"', 'from = "kafka://broker"', r"\[actions\] from: .*kafka://HOST:PORT/TOPIC"),
         ('lateness = "1s"', 'lateness = "soon"', r"\[impressions\] lateness must be a time .*got 'soon'"),
     ):

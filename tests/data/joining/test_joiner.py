@@ -153,7 +153,7 @@ def test_samples_are_the_message_with_its_labels(tmp_path):
         (b'{"id":"a","t":1} x', "bytes after"), (b'{"t":1}', "no member 'id'"), (b'{"id":"a"}', "no member 't'"),
         (b'{"id":"","t":1}', "empty key"), (b'{"id":null,"t":1}', "empty key"), (b'{"id":"a","t":"soon"}', "time"),
         (b'{"id":"a","t":1e300}', "time"), (b'{"id":"a","t":99999999999999}', "future"),
-        (b'{"id":"\\q","t":1}', "escape"), (b'{"id":"a","t":1,"y":3}', "already"),
+        (b'{"id":"\\q","t":1}', "escape"), (b'{"id":"a","t":1,"y":3}', "must not have a member 'y'"),
         (b'{"id":"a","t":1,"z":}', "malformed"), (b'{"id":"a","t":1,"z":nul}', "malformed"),
         (b'{"id":"' + b"k" * 5000 + b'","t":1}', "4096"), (b"\xff\xfe\x00", "not a JSON object"),
     ],
@@ -192,7 +192,7 @@ def test_the_negatives_that_are_kept_are_the_same_everywhere(tmp_path):
     assert kept == offline(events, window=10, keep_negatives=0.1, seed=3)
     assert 140 < len(kept[0]) < 260
     assert sum(row["y"] for row in kept[0]) == 1
-    assert [row["id"] for row in kept[0]][:3] == ["k3", "k7", "k10"]  # for ever: files and docs depend on it
+    assert [row["id"] for row in kept[0]][:3] == ["k3", "k7", "k10"]  # must never change: files and docs depend on it
 
 
 EVENTS = st.lists(
@@ -232,7 +232,7 @@ def test_equal_to_the_offline_join_with_crashes_and_checkpoints_at_any_time(tmp_
     events = end(events)
     want, counts = offline(events, **options)
     own = native_options(options)
-    block = data.draw(st.sampled_from([0, 100, 400]), label="block")  # 100: nearly every record goes to disk at once
+    block = data.draw(st.sampled_from([0, 100, 400]), label="block")  # 100: nearly every record goes to disk
     out = Out()
     joiner = Joiner(config(folder, **own), out, block_bytes=block)
     try:
@@ -245,7 +245,7 @@ def test_equal_to_the_offline_join_with_crashes_and_checkpoints_at_any_time(tmp_
                 joiner.close()
                 written = data.draw(st.integers(0, len(out.rows)), label="written")
                 before, out.rows = out.rows, out.rows[:]
-                del out.rows[max(written, int(_emitted_at_checkpoint(folder))) :]  # what the sink had not stored yet
+                del out.rows[max(written, int(_emitted_at_checkpoint(folder))) :]  # not stored by the sink yet
                 joiner = Joiner(config(folder, **own), out, block_bytes=block)
                 assert out.rows == before
                 side = SIDE[event.side] if isinstance(event, Advance) else int(isinstance(event, Action))
@@ -377,7 +377,7 @@ def test_a_folder_belongs_to_one_joiner_with_one_set_of_settings(tmp_path):
         with pytest.raises(ConfigError, match="another joiner"):
             Joiner(config(tmp_path), Out())
         joiner.checkpoint()
-    with pytest.raises(ConfigError, match="window_us = 10, the settings say 11"):
+    with pytest.raises(ConfigError, match="window_us = 10, but the setting is 11"):
         Joiner(config(tmp_path, window=11), Out())
     (tmp_path / "join.manifest").write_text("{}")
     with pytest.raises(DataError):
@@ -391,7 +391,7 @@ def test_a_full_disk_is_told_and_work_goes_on_when_there_is_room(tmp_path):
     with Joiner(config(tmp_path, window=1000), out) as joiner:
         joiner.offer(IMPRESSIONS, [message(Impression(f"k{n}", n, "x" * 50)) for n in range(100)], 0, now=1e6)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # a write beyond it fails, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # larger writes fail, as on a full disk
         try:
             with pytest.raises(OSError, match="File too large"):
                 joiner.checkpoint()

@@ -1,4 +1,4 @@
-"""Growing directories of TFRecord and Parquet files: read when whole, resumed at any record, damage told once."""
+"""Growing directories of TFRecord and Parquet files: read when complete, resumed at any record, damage told once."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_what_is_no_parquet_file_when_the_next_one_is_there_is_told_once(tmp_pat
     write_parquet(tmp_path / "b.parquet", 0, 3)
     reader = parquet_reader(tmp_path)
     (chunk,) = reader.poll(10, 5.0)
-    assert chunk.damaged == "the file is not a whole Parquet file"
+    assert chunk.damaged == "the file is not a complete Parquet file"
     position = {chunk.partition: chunk.positions[0]}
     assert decoded(take(reader, 3)[0]) == rows(0, 3)
     reader.open(position)
@@ -121,7 +121,7 @@ def test_frames_of_a_file_that_grows_and_resume_at_any_record(tmp_path):
 def test_damaged_frames_are_told_once_and_the_next_file_is_read(tmp_path):
     first, second, third = (frame(example(**one)) for one in rows(0, 3))
     torn = bytearray(second)
-    torn[-6] ^= 1  # in what the checksum is of
+    torn[-6] ^= 1  # in the part that the checksum covers
     (tmp_path / "a.tfrecord").write_bytes(first + bytes(torn) + third + b"not a frame at all, but long enough")
     write_records(tmp_path / "b.tfrecord", 3, 4)
     reader = record_reader(tmp_path)

@@ -1,4 +1,4 @@
-"""What every live source promises (conformance: a new source joins by a line in `place`), and what each adds to it."""
+"""The rules of every live source (add a new source to `place`), and the tests of each one."""
 
 import os
 import threading
@@ -46,7 +46,7 @@ def numbered(first, last):
     return [b'{"n": %d}' % i for i in range(first, last)]
 
 
-# --- what every source promises ---------------------------------------------------------------------------------------
+# --- rules of every source --------------------------------------------------------------------------------------------
 
 
 def test_records_come_once_in_order_and_a_position_continues_behind_its_record(place):
@@ -140,13 +140,13 @@ def test_addresses_hide_passwords_and_say_what_is_wrong():
     assert str(parse_address("kafka://a,b:9093/t?security.protocol=SSL")) == "kafka://a:9092,b:9093/t"
     assert str(parse_address("-")) == "stdin:"
     assert [is_live(one) for one in ("-", "dir:x", "kafka://h/t", "days/*.csv", "C:/x.csv")] == [1, 1, 1, 0, 0]
-    # As in the documents: a + is one, whether it is written as such or as %2B.
+    # As documented: a + stays a +, also if it is written as %2B.
     for text in ("2026-11-01T12:00:00+01:00", "2026-11-01T12:00:00%2B01:00"):
         assert parse_address(f"kafka://h/t?from={text}").options["from"] == "2026-11-01T12:00:00+01:00"
     for text, why in (
         ("redis://h:7000/", "redis://HOST:PORT/STREAM"),
         ("kafka://h/t?from=yesterday", "an offset, got 'yesterday'"),
-        ("redis://u:pw@h/x?from=2026-13-01", "the id of an entry .* got '2026-13-01'"),
+        ("redis://u:pw@h/x?from=2026-13-01", "the id of the entry .* got '2026-13-01'"),
         ("redis://u:pw@h/x?group=", "NAME=VALUE, each once, got 'group='"),
         ("redis://h/x?group=a&group=b", "each once, got 'group=b'"),
         ("redis://h/x?maxlen=many", "maxlen must be a number >= 0, got 'many'"),
@@ -196,7 +196,7 @@ def test_redis_consumers_of_a_group_share_entries_and_acknowledged_ones_do_not_c
     theirs, _ = take(b, 12)
     assert sorted(mine + theirs) == sorted(numbered(0, 20))
     a.acknowledge(positions[2])
-    a.close()  # as if it was killed: 3 of 8 were acknowledged, 5 are in its checkpoint
+    a.close()  # as if it were killed: 3 of 8 were acknowledged, 5 are in its checkpoint
     again = open_reader(address + "a", positions[4])
     append(place, numbered(20, 22))
     assert take(again, 5)[0] == [*numbered(5, 8), *numbered(20, 22)]
@@ -298,7 +298,7 @@ def test_kafka_begins_at_a_time(mock_kafka):
         reader.close()
     reader = open_reader(mock_kafka.address("times") + "?partitions=0")
     with closing(confluent_kafka.Consumer(reader._settings | {"enable.partition.eof": True})) as consumer:
-        assert reader._produced_ms(consumer, 0, 40) is None  # where no record is, none is waited for
+        assert reader._produced_ms(consumer, 0, 40) is None  # it does not wait for a record that does not exist
     reader.close()
 
 

@@ -1,6 +1,6 @@
 """GPU tables run here on a CUDA device, or on the CPU when Triton's interpreter is on (TRITON_INTERPRET=1).
 
-Where there is neither, `test_interpreted` of the folder above runs this one in a process of its own.
+With neither, `test_interpreted` in the parent folder runs these tests in a separate process.
 """
 
 import os
@@ -11,7 +11,7 @@ import torch
 
 from shoal.table import reset_registry
 
-sys.path.insert(0, os.path.dirname(__file__))  # for gpu_tables
+sys.path.insert(0, os.path.dirname(__file__))  # to import gpu_tables
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NO_DEVICE = "needs a CUDA device, or TRITON_INTERPRET=1 as test_interpreted sets it"

@@ -1,4 +1,4 @@
-"""What tests of GPU tables share."""
+"""Helpers for the tests of GPU tables."""
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ def assert_same_rows(cpu, gpu, tolerance=1e-6):
     ids2, times2, words2 = rows_of(gpu.staged()._native)
     assert torch.equal(ids, ids2)
     assert_same_times(times, times2)
-    # A word may be half of an int64: then its bits are the same.
+    # A word can be half of an int64, so compare bits.
     bits = words.numpy().view(np.int32) == words2.numpy().view(np.int32)
     close = np.isclose(words.numpy(), words2.numpy(), rtol=tolerance, atol=tolerance)
     assert (bits | close).all(), np.abs(words.numpy() - words2.numpy())[~(bits | close)]

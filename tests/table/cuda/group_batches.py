@@ -1,4 +1,4 @@
-"""Batches of three features over two tables, and what a group is compared with."""
+"""Batches of three features over two tables, and the tables that a group is compared with."""
 
 import torch
 

@@ -1,7 +1,7 @@
 """Budgets of tables in GPU memory: plain values, then groups, modules, graphs, checkpoints and followers.
 
-Small tables let exactly the rows go that their policy names; in the others, which ``large`` makes here of small ones,
-an id takes the place of one in its buckets.
+Small tables evict exactly the rows that their policy names. In large tables, which ``large`` simulates with small ones,
+an id replaces one in its buckets.
 """
 
 import pytest
@@ -46,7 +46,7 @@ def check_rows(table):
     assert stats.evicted == stats.created - table.size()
 
 
-# --- which rows leave -------------------------------------------------------------------------------------------------
+# --- which rows are evicted -------------------------------------------------------------------------------------------
 
 
 def test_lru_lets_the_row_go_that_was_written_longest_ago():
@@ -91,6 +91,8 @@ def test_scores_decide_and_a_lower_one_can_be_refused():
     assert table.eviction_stats().refused == 2
     put(table, 5, 7, 5, scores=torch.tensor([0.5, -1.0, 0.5], device=table.device))
     assert held(table) == [1, 3, 5]
+    with pytest.raises(ConfigError, match="must be a number and not NaN"):
+        table.set_score(float("nan"))
     table.set_score(9.0)
     put(table, 1)
     put(table, 6)
@@ -103,7 +105,7 @@ def test_a_new_id_that_was_written_once_can_be_refused():
     table = make(max_rows=2, evict=shoal.Lfu(admit="if_better"))
     put(table, 1, 2)
     put(table, 1)
-    put(table, 3)  # of equal ones the older leaves
+    put(table, 3)  # of equal ones the older is evicted
     put(table, 3)
     put(table, 4)
     assert held(table) == [1, 3]
@@ -217,8 +219,8 @@ def test_pins_ages_and_scores_hold_in_a_large_table(large):
     assert set(range(20)) <= set(left)
     assert set(range(51, 100)) <= set(left)
     before = table.eviction_stats()
-    assert before.evicted >= 20  # those between that were in reach
-    put(table, *range(400, 450), scores=1000.0, req_time=10_001)  # the rest is pinned or young
+    assert before.evicted >= 20  # those in between that were in reach
+    put(table, *range(400, 450), scores=1000.0, req_time=10_001)  # the other rows are pinned or young
     after = table.eviction_stats()
     assert after.refused - before.refused + after.evicted - before.evicted == 50
     assert set(range(20)) <= set(held(table))
@@ -253,7 +255,7 @@ def test_a_memory_budget_is_of_one_device():
     budget = shoal.MemoryBudget("1GiB")
     make(max_bytes=budget)
     if torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="tables on one device"):
+        with pytest.raises(ConfigError, match="must be on one device"):
             shoal.HashTable(2, max_bytes=budget)
 
 
@@ -307,7 +309,7 @@ def test_large_tables_of_a_group_give_new_ids_the_rows_of_others(large):
         assert set(ids) <= written
         stats, told = table.eviction_stats(), set(tracker.take().ids.tolist())
         assert set(ids) <= told <= written
-        assert len(told) + stats.refused >= len(written)  # an id may be refused and come again
+        assert len(told) + stats.refused >= len(written)  # a refused id can come again
         assert stats.created - stats.evicted == 150
         assert stats.evicted > 10
 
@@ -338,14 +340,14 @@ def test_tables_of_a_multi_hash_table_keep_budgets():
 def test_the_miss_ratio_curve_tells_what_other_sizes_would_miss(grouped):
     table = make(max_rows=40)
     bag = shoal.nn.HashEmbeddingBag(table, combiner="sum")
-    for step in range(30):  # each id comes again, twice, after 160 others
+    for step in range(30):  # each id comes three times, with 160 others in between
         ids = torch.arange(16, device=table.device) + 16 * (step % 10)
         if grouped:
             bag(ids.view(4, 4)).sum().backward()
         else:
             table.assign(ids, torch.ones(16, 2, device=table.device))
     curve = table.miss_ratio_curve()
-    assert 20 < curve.sampled < 130  # of 480, one of eight
+    assert 20 < curve.sampled < 130  # one in eight of 480
     assert curve.at(40) == 1.0
     assert curve.at(400) == pytest.approx(curve.sampled * 8 / 480 / 3)  # only the first write of three
     assert table.budget_report()["budget"]["curve"] == curve.to_json()
@@ -388,7 +390,7 @@ def test_a_restored_table_evicts_in_the_same_order_as_before(policy, tmp_path):
         for one in (table, *others):
             put(one, *ids, req_time=1001)
         assert held(others[0]) == held(table)
-        if policy != "epoch_lru":  # the CPU's coarse clock is another
+        if policy != "epoch_lru":  # the CPU has another coarse clock
             assert held(others[1]) == held(table)
 
 

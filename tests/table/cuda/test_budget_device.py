@@ -1,4 +1,4 @@
-"""What only a device shows of budgets: programs that run at once, no waiting, captured steps, memory of the card."""
+"""Budgets on a real device: concurrent programs, no waiting, captured steps, GPU memory."""
 
 import gc
 import warnings
@@ -45,7 +45,7 @@ def check_rows(table):
 def no_waiting():
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
+        warnings.simplefilter("ignore")  # a warning that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -227,8 +227,8 @@ def test_a_captured_step_evicts(rows):
         return float((last >= rows).float().mean())
 
     by_chance = 1 - (5 / 6) ** 6
-    if rows == 3000:  # the oldest leave, but for those in a full bucket
-        assert newest(captured=True) > 0.998
+    if rows == 3000:  # the oldest are evicted, except in a full bucket
+        assert newest(captured=True) > 0.995  # how many buckets are full depends on the salt of the hash
     else:
         assert newest(captured=True) == pytest.approx(newest(captured=False), abs=0.02)
         assert newest(captured=True) > by_chance + 0.15
@@ -244,7 +244,7 @@ def test_ids_that_a_graph_writes_are_in_the_miss_ratio_curve():
     with torch.cuda.graph(graph):
         table.apply_gradients(ids, grads, enable_dedup=True)
     for step in range(40):
-        ids.copy_(torch.arange(5000) + 5000 * (step % 8))  # comes again after 40,000 others
+        ids.copy_(torch.arange(5000) + 5000 * (step % 8))  # repeats after 40,000 others
         graph.replay()
     curve = table.miss_ratio_curve()
     assert curve.sampled > 10_000
@@ -257,11 +257,11 @@ def test_rows_that_leave_in_a_graph_cannot_be_collected():
     ids, values = torch.arange(50, device="cuda"), torch.ones(50, 2, device="cuda")
     table.assign(ids, values)
     graph = torch.cuda.CUDAGraph()
-    with table.collect_evicted(), pytest.raises(UnsupportedError, match="in a CUDA graph"), torch.cuda.graph(graph):
+    with table.collect_evicted(), pytest.raises(UnsupportedError, match="with CUDA graphs"), torch.cuda.graph(graph):
         table.assign(ids, values)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         table.assign(ids, values)
-    with pytest.raises(UnsupportedError, match="in a CUDA graph"), table.collect_evicted():
+    with pytest.raises(UnsupportedError, match="does not work with CUDA graphs"), table.collect_evicted():
         pass
 
 
@@ -325,12 +325,12 @@ def test_memory_is_exact_and_never_passes_the_budget():
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
 
-    full()  # each kernel takes memory of the card when it runs first, and keeps it
+    full()  # each kernel takes GPU memory when it first runs, and keeps it
     before = free()
     table = full()
     taken = before - free()
     assert table.memory_bytes() > 0.9 * (256 << 20)
-    assert abs(taken - table.memory_bytes()) < 64 << 20, taken - table.memory_bytes()  # torch keeps some of its own
+    assert abs(taken - table.memory_bytes()) < 64 << 20, taken - table.memory_bytes()  # torch keeps some memory
     stats = table.eviction_stats()
     assert stats.evicted > 0
     assert stats.created - stats.evicted == table.size()

@@ -1,4 +1,4 @@
-"""A GPU cache over a CPU table gives what the CPU table alone gives, whatever leaves the cache and when."""
+"""A GPU cache over a CPU table gives the results of the CPU table, no matter what leaves the cache and when."""
 
 import gc
 import threading
@@ -58,7 +58,7 @@ def test_results_are_those_of_the_cpu_table_under_any_eviction_order(seed, devic
         else:
             alone.apply_gradients(ids, values, step, enable_dedup=call == "dedup", req_time=step)
             cached.apply_gradients(there, values.to(device), step, enable_dedup=call == "dedup", req_time=step)
-    assert cached.written_rows > 0  # rows did leave
+    assert cached.written_rows > 0  # rows left the cache
     assert_same(alone, cached)
     cached.close()
 
@@ -75,7 +75,7 @@ def test_a_prefetched_row_that_changed_meanwhile_is_not_taken(device):
         result = fetched(asked)
         if asked.tolist() == [1]:
             cached.fetch = fetched
-            for row in (1, 2, 3, 4, 5):  # changes id 1, then pushes it out
+            for row in (1, 2, 3, 4, 5):  # changes id 1, then displaces it
                 there = torch.tensor([row], device=device)
                 cached.assign_add(there, torch.ones(1, 2, device=device))
                 alone.assign_add(torch.tensor([row]), torch.ones(1, 2))
@@ -181,7 +181,7 @@ def test_removal_and_checkpoints_reach_both(device, tmp_path):
 
 def test_a_batch_larger_than_the_cache_is_refused(device):
     _, cached = tables(4)
-    with pytest.raises(ConfigError, match="needs 5 rows in GPU memory, cache_rows is 4"):
+    with pytest.raises(ConfigError, match="cache_rows must be at least 5 for this batch, got 4"):
         cached.assign(torch.arange(5, device=device), torch.zeros(5, 2, device=device))
     with pytest.raises(ConfigError, match="cache_rows must be at least 1"):
         CachedHashTable(cached.below, cache_rows=0)
@@ -216,7 +216,7 @@ def test_rows_leave_a_cache_by_its_policy(policy, stay, device):
 def test_policies_that_a_cache_cannot_follow_are_refused(device):
     below = shoal.HashTable(2, max_rows=100, evict="score")
     for policy in ("score", shoal.Lru(min_age="1h"), shoal.Lfu(admit="if_better")):
-        with pytest.raises(ConfigError, match="every row of a batch comes into the cache"):
+        with pytest.raises(ConfigError, match="every row of a batch must fit into the cache"):
             CachedHashTable(below, cache_rows=4, evict=policy)
     cached = CachedHashTable(below, cache_rows=4)
     with pytest.raises(UnsupportedError, match="does not keep scores; call set_score"):

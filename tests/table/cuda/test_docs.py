@@ -1,4 +1,4 @@
-"""The page about GPU tables runs as it is written, on a GPU."""
+"""The page about GPU tables runs as printed, on a GPU."""
 
 import re
 from pathlib import Path

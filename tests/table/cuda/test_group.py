@@ -1,4 +1,4 @@
-"""GPU tables of equal rows are a group, which does what every group promises."""
+"""GPU tables with equal rows form a group that follows the rules of every group."""
 
 import gc
 import sys
@@ -13,7 +13,7 @@ import shoal
 from shoal.table.cuda.groups.fused import FusedGroup
 from shoal.table.protocol import Features, Part, Step, groups_of
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for group_conformance
+sys.path.insert(0, str(Path(__file__).parents[1]))  # to import group_conformance
 from group_conformance import CASES, Kind
 
 

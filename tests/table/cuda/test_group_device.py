@@ -1,4 +1,4 @@
-"""What only a device shows of a group: no waiting, captured steps, growth under way, streams."""
+"""A group on a real device: no waiting, captured steps, growth meanwhile, streams."""
 
 import warnings
 
@@ -27,7 +27,7 @@ def test_a_step_does_not_wait_for_the_device(optimizer, features):
     torch.cuda.synchronize()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the mode is a prototype
+            warnings.simplefilter("ignore")  # a warning that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         for batch in batches:
             found = group.find(*batch[:2], features, missing="zeros")
@@ -75,7 +75,7 @@ def test_a_captured_step_replays_with_new_ids_rates_and_times(optimizer, feature
         if step == 3:
             gpu[0].reserve(3_000_000)  # grows in place
             gpu[1].save(str(tmp_path / "one"))
-            gpu[1].restore(str(tmp_path / "one"))  # moves
+            gpu[1].restore(str(tmp_path / "one"))  # its rows move
             gpu[1].reserve(200_000)
         now = 1000 + step
         group.set_step(Step(step, time_s=now))

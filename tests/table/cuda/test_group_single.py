@@ -1,4 +1,4 @@
-"""GPU tables that a group serves by their own calls: caches, filters, rounded and served rows."""
+"""GPU tables that a group calls one by one: caches, filters, rounded and serving rows."""
 
 import sys
 from pathlib import Path
@@ -22,7 +22,7 @@ from shoal.table import (
 from shoal.table.cuda.cache import CachedHashTable
 from shoal.table.protocol import SUM, Features, Part, Step, groups_of
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for group_conformance
+sys.path.insert(0, str(Path(__file__).parents[1]))  # to import group_conformance
 from group_conformance import CASES, Kind
 
 

@@ -1,4 +1,4 @@
-"""Ids that get rows: by lookups, updates and assignments, more than once in a batch, again after they were erased."""
+"""Ids that get rows: by lookups, updates and assignments, more than once in a batch, and again after an erase."""
 
 import torch
 from gpu_tables import MIN, assert_same_rows, config, pair
@@ -19,7 +19,7 @@ def test_lookups_that_insert_and_updates_are_those_of_the_cpu(device):
         for table, to in ((cpu, "cpu"), (gpu, device)):
             table.apply_gradients(more.to(to), grads.to(to), 1, enable_dedup=True, req_time=10 + round_)
             table.assign_add(more.to(to) + 200, grads.to(to), req_time=3)
-            table.erase(ids[:20].to(to))  # rows are used again
+            table.erase(ids[:20].to(to))  # rows are reused
     assert_same_rows(cpu, gpu, 1e-5)
 
 

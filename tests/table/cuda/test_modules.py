@@ -1,4 +1,4 @@
-"""Modules and all-to-all tables over rows in GPU memory are those over rows in host memory."""
+"""Modules and all-to-all tables over rows in GPU memory behave like those over rows in host memory."""
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ def test_checkpoints_of_torch_are_read_on_either_device(device, tmp_path):
         ours(ids.to(place)).sum().backward()
         state = ours.state_dict()
         dcp.save(state, checkpoint_id=tmp_path / str(number))
-        ours(ids[:2].to(place)).sum().backward()  # is not in it
+        ours(ids[:2].to(place)).sum().backward()  # not in the checkpoint
         assert state["table.rows"].table_state.copied
         landed = theirs.state_dict()
         dcp.load(landed, checkpoint_id=tmp_path / str(number))

@@ -1,4 +1,4 @@
-"""Several GPU tables as one object do what CPU tables do: by name, raw, fused, and their checkpoint."""
+"""Several GPU tables as one object behave like CPU tables: by name, raw, fused, and their checkpoint."""
 
 import pytest
 import torch
@@ -138,7 +138,7 @@ def test_one_checkpoint_for_both_devices(device, tmp_path):
     assert cpu.feature_stat(str(tmp_path / "gpu")) == cpu.feature_stat(str(tmp_path / "cpu"))
     reset_registry()
     cpu2, gpu2 = both()
-    gpu2.apply_gradients({"a": there["a"]})  # is replaced
+    gpu2.apply_gradients({"a": there["a"]})  # will be replaced
     cpu2.restore(str(tmp_path / "gpu"))
     gpu2.restore(str(tmp_path / "cpu"))
     same(cpu, gpu2)

@@ -58,7 +58,7 @@ def test_steps_are_those_of_the_cpu(optimizer, device):
     grads = torch.randn(14, 5)
     cpu.apply_gradients(ids, grads, 9)
     gpu.apply_gradients(ids.to(device), grads.to(device), 9, distinct=True)
-    # What few steps of different roundings leave; one step is within 1e-6.
+    # The difference after a few steps with different rounding; one step is within 1e-6.
     assert_same_rows(cpu, gpu, 2e-5 if isinstance(optimizer, shoal.Ftrl | shoal.GroupFtrl) else 3e-6)
 
 
@@ -77,7 +77,7 @@ def test_stochastic_rounding_draws_what_the_cpu_draws(dedup, device):
     torch.manual_seed(2)
     for step in range(3):
         ids, grads = torch.randint(0, 9, (24,)), torch.randn(24, 4)
-        if dedup:  # sums are rounded in another order: whole numbers have no rounding
+        if dedup:  # sums are rounded in another order, but integers need no rounding
             grads = grads.round() / 8
         cpu.apply_gradients(ids, grads, step, enable_dedup=dedup)
         gpu.apply_gradients(ids.to(device), grads.to(device), step, enable_dedup=dedup)

@@ -64,7 +64,7 @@ def test_rows_weights_and_what_leaves_reach_a_replica(kind, device, replica, tmp
         assert scores(replica, 1, 2, 3, 4, 5) == [2.5, 2.5, 2.5, 14.5, 0.5]
         table.save(str(tmp_path / "saved"))
         table.erase(torch.tensor([2], device=device))
-        train(3, *range(10, 22))  # of a cache some leave for others
+        train(3, *range(10, 22))  # in a cache, some rows displace others
         publication.flush()
         assert scores(replica, 1, 2, 3, 4, 10, 21) == [2.5, 0.5, 4.5, 14.5, 2.5, 2.5]
         table.restore(str(tmp_path / "saved"))

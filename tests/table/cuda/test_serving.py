@@ -1,4 +1,4 @@
-"""Serving entries in GPU memory: encoded rows that read as those of a CPU table do."""
+"""Serving entries in GPU memory: encoded rows read like those of a CPU table."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def assert_same(cpu, gpu, device, ids=None):
     assert gpu.size() == cpu.size()
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of the interpreter, where a half is infinite
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # from the interpreter, if a half is infinite
 @pytest.mark.parametrize("segments", [[(3, codec)] for codec in CODECS] + [MIXED], ids=str)
 def test_rows_are_encoded_as_on_the_cpu(segments, device):
     cpu, gpu = both(segments)

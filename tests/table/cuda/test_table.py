@@ -1,4 +1,4 @@
-"""A GPU table does what a CPU table does: reads, writes, filters, expiry, growth, refusals."""
+"""A GPU table behaves like a CPU table: reads, writes, filters, expiry, growth, refusals."""
 
 import gc
 import weakref
@@ -101,7 +101,7 @@ def test_any_sequence_of_calls_leaves_what_the_cpu_has(calls):
         elif call == "evict":
             assert gpu.evict() == cpu.evict()
         else:
-            # Its time is the wall clock's: too close to compare, so it is written over.
+            # Its time is the wall clock's, which differs between the two, so it is overwritten.
             assert torch.equal(gpu.reinitialize(there)[1].cpu(), cpu.reinitialize(ids)[1])
             cpu.assign_add(ids, values, time)
             gpu.assign_add(there, moved, time)
@@ -126,7 +126,7 @@ def test_it_grows_and_keeps_every_row(device):
     kept[::3] = False
     assert torch.equal(table.contains(ids), kept)
     room = table.memory_bytes()
-    table.assign(ids[::3] + 1, values[::3])  # rows are used again
+    table.assign(ids[::3] + 1, values[::3])  # rows are reused
     assert table.memory_bytes() == room
     assert torch.equal(table.lookup(ids[::3] + 1), values[::3])
     assert torch.equal(table.lookup(ids[kept]), values[kept])
@@ -375,7 +375,7 @@ def test_a_batch_that_is_kept_out_or_refused_leaves_scales_noise_and_filter_alon
         one = torch.tensor([1], device=at)
         with pytest.raises(ConfigError, match="nothing was applied"):
             table.apply_gradients(one, bad.to(at), 600).as_op()
-        table.apply_gradients(one, good.to(at), 600)  # the first that counts: it is kept out
+        table.apply_gradients(one, good.to(at), 600)  # counts as the first occurrence: not admitted
         assert table.size() == 0
         assert table._host.scales() == before
         assert table._host.calls() == 0
@@ -388,9 +388,9 @@ def test_a_batch_that_is_kept_out_or_refused_leaves_scales_noise_and_filter_alon
 @pytest.mark.parametrize("tables", [1, 2, 10, 64, 65, 1000, 4000])
 def test_the_addresses_of_any_number_of_tables_fit(tables):
     slots, cells = most_slots(tables)
-    assert tables * (12 * slots + 12 * cells) <= 1 << 44  # of 2**47 that there are
+    assert tables * (12 * slots + 12 * cells) <= 1 << 44  # of 2**47 in all
     assert cells >= stash_cells(slots // 8)
-    if tables <= 128:  # a table may have all rows that a group can
+    if tables <= 128:  # one table can have all rows of a group
         buckets = 1 << ((1 << 30) * 4 // 3 // 8 - 1).bit_length()
         assert slots >= (buckets + 1) * 8
 
@@ -409,7 +409,7 @@ def test_the_last_rows_take_no_more_memory_than_they_need(device, monkeypatch):
         grow(part, elements)
 
     monkeypatch.setattr(words, "grow", nearly_full)
-    for begin, count in ((0, 450), (600, 200)):  # then it would take as many again
+    for begin, count in ((0, 450), (600, 200)):  # more would double it
         ids = torch.arange(begin, begin + count, device=device)
         table.assign(ids, torch.ones(count, 2, device=device))
     assert len(table) == 650
@@ -427,7 +427,7 @@ def test_a_slice_of_columns_begins_with_the_slice_of_initial_rows(device):
             table = shoal.HashTable.from_config(config, name="t", seed=9, device=at, first_column=first)
             there = ids.cpu() if at == "cpu" else ids
             rows[at, first] = table.lookup(there, insert_missing=True).cpu()
-            table.apply_gradients(there + 1, torch.ones(5, dim, device=there.device))  # creates rows, and moves none
+            table.apply_gradients(there + 1, torch.ones(5, dim, device=there.device))  # creates rows, moves none
             rows[at, first, "made"] = table.lookup(there + 1).cpu()
     for what in ((), ("made",)):
         for at in ("cpu", "cuda"):

@@ -1,4 +1,4 @@
-"""Which ids of a GPU table, or of one that is cached there, changed."""
+"""The changed ids of GPU tables and of tables cached on a GPU."""
 
 import warnings
 
@@ -38,7 +38,7 @@ def test_every_kind_of_write_is_told_once(kind, device):
     assert ids_of(tracker) == [4, 5, 6, 7, 8]
     rows, found = table.find(torch.tensor([3, 9, 5]))
     assert (rows.tolist(), found.tolist()) == ([[-2, -2], [0, 0], [1, 1]], [True, False, True])
-    assert ids_of(tracker) == []  # reading makes nothing new
+    assert ids_of(tracker) == []  # reading changes nothing
 
 
 @pytest.mark.parametrize("kind", ["gpu", "cached"])
@@ -110,5 +110,5 @@ def test_a_captured_graph_cannot_be_followed():
     table.apply_gradients(ids, grads, enable_dedup=True)
     TableTracker(table)
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(UnsupportedError, match="cannot tell which ids"), torch.cuda.graph(graph):
-        table.apply_gradients(ids.clone(), grads, enable_dedup=True)  # a copy: torch warns of an empty graph
+    with pytest.raises(UnsupportedError, match="cannot report which ids"), torch.cuda.graph(graph):
+        table.apply_gradients(ids.clone(), grads, enable_dedup=True)  # a copy, because torch warns about an empty graph

@@ -1,4 +1,4 @@
-"""Pipelines with batches, rows and the dense part on a GPU: the same bits as a plain loop, and what runs beside it."""
+"""Pipelines with batches, rows and the dense part on a GPU: bit-identical to a plain loop, and what overlaps."""
 
 import threading
 
@@ -116,7 +116,7 @@ def test_without_staleness_results_are_those_of_a_plain_loop_to_the_last_bit(kin
     assert_equal(state, expected)
     assert all(map(torch.equal, got, outs))
     assert report["located"] + report["not_located"] == 2 * 13
-    assert report["located"] >= 2 * (13 - ahead - 2)  # those that were read before the first forward are not known yet
+    assert report["located"] >= 2 * (13 - ahead - 2)  # batches read before the first forward are not located
 
 
 @pytest.mark.parametrize("kind", TABLES)

@@ -1,6 +1,6 @@
-"""Pipelines in one process: what is done ahead, in which order, and that results stay what they are.
+"""Pipelines in one process: what is done ahead, in which order, and that results do not change.
 
-Overlap is proved by events: a step waits until the next batch was read, which it never is if nothing overlaps.
+Events prove the overlap: a step waits until the next batch is read, which never happens if nothing overlaps.
 """
 
 import doctest
@@ -173,7 +173,7 @@ def test_ids_of_the_next_batch_are_located_while_a_step_runs():
             assert located[number + 1].wait(DEADLINE_S)
 
     pipeline = Pipeline(model, step=step)
-    list(pipeline(make_batches(1)))  # tells what modules are asked for
+    list(pipeline(make_batches(1)))  # shows which ids the modules get
     model.words.ask = ask
     list(pipeline(make_batches(6)))
     assert set(calls) == {"shoal-pipeline-find"}
@@ -188,7 +188,7 @@ def test_memory_is_bounded_by_what_waits():
     def source():
         for number, batch in enumerate(make_batches(20)):
             made.append(number)
-            assert number - len(done) <= 4  # two wait, one is in the thread's hand, one is learnt from
+            assert number - len(done) <= 4  # two wait, the thread holds one, one is being learnt
             yield batch
 
     def step(batch):
@@ -301,7 +301,7 @@ def test_a_module_that_changes_its_mode_does_not_take_what_was_located_in_the_ot
 
     pipeline = Pipeline(bag, step=step)
     list(pipeline([torch.tensor([[5]])]))
-    # In evaluation mode an unknown id is zeros; the batch after the change was located before it.
+    # In evaluation mode an unknown id gives zeros; the next batch was located before the change.
     assert list(pipeline([torch.tensor([[5]])] * 4)) == [True, True, False, False]
 
 
@@ -349,7 +349,7 @@ def test_rows_are_read_after_the_update_of_the_batch_that_the_staleness_says(sta
     pipeline = Pipeline(bag, step=step, staleness=staleness)
     batches = [torch.tensor([[7]])] * 10
     seen = list(pipeline(batches))
-    # The first batch tells what is to be located, so those behind it are read after its update.
+    # The first batch shows what to locate, so the next ones are read after its update.
     assert seen == [0, *(max(1, n - staleness) for n in range(1, 10))]
     assert list(pipeline(batches)) == [10 + max(0, n - staleness) for n in range(10)]
     assert table.lookup(torch.tensor([7])).item() == -20
@@ -419,7 +419,7 @@ def test_flush_and_state_dicts_wait_for_updates():
     assert seen == [-1, -2, -3, -4, -5, -6]
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -441,7 +441,7 @@ def test_an_error_of_the_source_comes_at_its_step_with_its_traceback(staleness):
     assert len(done) == 4
     text = "".join(traceback.format_exception(caught.value))
     assert "in broken_source" in text
-    assert "batch 4 was read ahead" in text
+    assert "reading batch 4 ahead" in text
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -458,7 +458,7 @@ def test_ids_that_cannot_be_located_are_refused_at_their_step(staleness):
     with pytest.raises(ConfigError, match="int") as caught:
         list(pipeline(batches))
     assert len(done) == 3
-    assert "ids of batch 2 were located" in "".join(traceback.format_exception(caught.value))
+    assert "locating the ids of batch 2" in "".join(traceback.format_exception(caught.value))
 
 
 def test_an_update_that_is_refused_comes_before_another_step_is_over():
@@ -474,7 +474,7 @@ def test_an_update_that_is_refused_comes_before_another_step_is_over():
         list(Pipeline(bag, step=step, staleness=1)(batches))
     assert len(done) in (3, 4)
     assert "_update_now" in "".join(traceback.format_exception(caught.value))
-    assert bag(torch.tensor([[1]])).isfinite().all()  # the lane is gone
+    assert bag(torch.tensor([[1]])).isfinite().all()  # the lane has ended
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -533,7 +533,7 @@ def test_bad_settings_are_refused():
         ({"staleness": -1}, "staleness must be >= 0"),
         ({"ahead": -1}, "ahead must be >= 0"),
         ({"on_uneven": "wait"}, "on_uneven must be"),
-        ({"step": print, "optimizer": torch.optim.SGD(model.parameters())}, "give step="),
+        ({"step": print, "optimizer": torch.optim.SGD(model.parameters())}, "step must not be combined"),
     ):
         with pytest.raises(ConfigError, match=match):
             Pipeline(model, **bad)

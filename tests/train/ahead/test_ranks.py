@@ -101,7 +101,7 @@ def test_without_staleness_ranks_end_in_the_same_bits_as_without_a_pipeline(coun
     for rank, (state, outs, report) in enumerate(raised(in_ranks(2, piped, counts))):
         assert all(map(torch.equal, state, expected[rank]))
         assert outs == counts[rank]
-        assert report["located"] == 2 * (max(counts) - 1)  # all but the first, those without samples, too
+        assert report["located"] == 2 * (max(counts) - 1)  # all but the first, including those without samples
         assert report["not_located"] == 0
 
 
@@ -128,7 +128,7 @@ def stale_counts(ranks, staleness):
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_ranks_read_rows_after_the_update_that_the_staleness_says(staleness):
     for seen, last in raised(in_ranks(2, stale_counts, staleness)):
-        assert seen == [0, *(2 * max(1, n - staleness) for n in range(1, 8))]  # each rank's step counts
+        assert seen == [0, *(2 * max(1, n - staleness) for n in range(1, 8))]  # the steps of both ranks count
         assert last == -16
 
 
@@ -213,7 +213,7 @@ def test_an_evaluation_between_steps_does_not_change_how_ids_are_located():
     assert others == [True] * 6
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_can_stop_together_or_refuse_to_differ():
@@ -250,7 +250,7 @@ def broken(ranks, where, staleness):
                 raise ValueError("a mistake in the loop")
     finally:
         if where == "step":
-            ranks.close()  # the process would end
+            ranks.close()  # as at the end of the process
     return done
 
 
