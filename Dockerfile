@@ -1,6 +1,6 @@
 # An image for all processes of an online system: docker build -t shoal:latest .
-# It installs the wheel in dist/ (make wheel), or what WHEEL names: --build-arg WHEEL=shoal for one from an index.
-# TORCH_INDEX takes torch from another index: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu is smaller.
+# It installs the wheel in dist/ (make wheel); --build-arg WHEEL=shoal installs one from an index instead.
+# For a smaller image with torch for CPUs only: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
 FROM python:3.12-slim
 ARG WHEEL=/wheels/shoal-*.whl
 ARG TORCH_INDEX=

@@ -1,1 +1,1 @@
-"""One file per claim; `python -m benchmarks NAME` runs it."""
+"""Benchmarks, one file per subject; run one with `python -m benchmarks NAME`."""

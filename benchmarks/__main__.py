@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...]`: runs benchmarks, all of them by default."""
+"""`python -m benchmarks [NAME ...]`: run benchmarks, by default all of them."""
 
 import pkgutil
 import runpy
@@ -16,7 +16,7 @@ def main() -> int:
     wanted = [a for a in sys.argv[1:] if not a.startswith("-")] or names
     unknown = [name for name in wanted if name not in names]
     if unknown or "-h" in sys.argv or "--help" in sys.argv:
-        print(f"usage: python -m benchmarks [{' | '.join(names)}]\n`python -m benchmarks.NAME --help` explains one.")
+        print(f"usage: python -m benchmarks [{' | '.join(names)}]\n`python -m benchmarks.NAME --help` describes one.")
         return 2 if unknown else 0
     for name in wanted:
         sys.argv = [f"benchmarks.{name}"]

@@ -1,9 +1,9 @@
-"""Every alert, provoked against real processes and a real Prometheus: `python -m benchmarks.alerts`.
+"""Provoke every alert with real processes and a real Prometheus: `python -m benchmarks.alerts`.
 
-The rules are those that `shoal monitor` writes, with spans of time sixty times shorter (5 minutes are 5 seconds) and
-the thresholds in seconds or bytes that `SMALLER` names. Each scene starts processes as a user would, breaks something,
-waits until Prometheus says that the alert fires, and where it can does what docs/operations.md says and waits until the
-alert ends. Needs root for the scenes that need a small disk.
+The rules are those that `shoal monitor` writes, with durations sixty times shorter (5 minutes become 5 seconds) and the
+smaller thresholds of `SMALLER`. Each scene starts processes as a user would, breaks something, and waits until
+Prometheus reports the alert. If possible it then follows docs/operations.md and waits until the alert ends. Scenes with
+a small disk need root.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SMALLER = {
     "shoal_ps_follower_lag_seconds > 30": "shoal_ps_follower_lag_seconds > 4",
     "shoal_train_lag_s > 600": "shoal_train_lag_s > 300",
 }
-"""Thresholds that would take hours; the rest of a rule is as it is."""
+"""Thresholds that would take hours to reach, and what replaces them; the rest of a rule is unchanged."""
 
 
 class Stage:
-    """Where a scene plays: a folder, processes, and a Prometheus that watches them."""
+    """The environment of a scene: a folder, processes, and a Prometheus that watches them."""
 
     def __init__(self, folder: Path, results: dict[str, str]) -> None:
         self.folder, self._results = folder, results
@@ -55,7 +55,7 @@ class Stage:
     def shoal(
         self, *arguments: object, env: dict[str, str] | None = None, stdin: int | None = None
     ) -> subprocess.Popen[str]:
-        """Starts a command as a user would; its output goes to a log."""
+        """Starts a command as a user would, with its output in a log."""
         return self.python("-m", "shoal", *arguments, env=env, stdin=stdin)
 
     def python(
@@ -80,7 +80,7 @@ class Stage:
         raise RuntimeError(f"{process.args} ended with {process.wait()}")
 
     def watch(self, *targets: str) -> None:
-        """Has Prometheus read these from now on."""
+        """Makes Prometheus read these addresses from now on."""
         place = self.folder / "prometheus"
         self._prometheus = made = Prometheus(place, targets, faster_by=60)
         rules = (place / ALERTS).read_text()
@@ -93,11 +93,11 @@ class Stage:
         end = time.monotonic() + 60
         while len(made.query('up{job="shoal"} == 1')) < len(targets) and time.monotonic() < end:
             time.sleep(0.2)
-        time.sleep(2)  # counters have a value from before
+        time.sleep(2)  # so that counters have an earlier value
         self._begun = time.monotonic()
 
     def fires(self, alert: str, wait_s: float = WAIT_S, meanwhile: Any = None) -> None:
-        """Waits until an alert fires; ``meanwhile`` is called again and again."""
+        """Waits until an alert fires, calling ``meanwhile`` repeatedly."""
         assert self._prometheus is not None
         end = time.monotonic() + wait_s
         while time.monotonic() < end:
@@ -114,7 +114,7 @@ class Stage:
         print(f"{alert}: DID NOT FIRE within {wait_s:.0f} s", flush=True)
 
     def ends(self, alert: str, wait_s: float = WAIT_S, meanwhile: Any = None) -> None:
-        """Waits until an alert does not fire any more, after what was done about it."""
+        """Waits until an alert ends, after its cause was removed."""
         assert self._prometheus is not None
         if not self._results[alert].startswith("fired"):
             return
@@ -125,8 +125,8 @@ class Stage:
             if alert in self._prometheus.firing():
                 quiet_since = time.monotonic()
             elif time.monotonic() > quiet_since + QUIET_S:
-                self._results[alert] += f", ended {quiet_since - begun:.0f} s after it was mended"
-                print(f"{alert}: ended {quiet_since - begun:.0f} s after it was mended", flush=True)
+                self._results[alert] += f", ended {quiet_since - begun:.0f} s after it was fixed"
+                print(f"{alert}: ended {quiet_since - begun:.0f} s after it was fixed", flush=True)
                 return
             time.sleep(0.3)
         self._results[alert] = "DID NOT END"

@@ -3,9 +3,9 @@
     python -m benchmarks.checkpoint                     # 5 M rows, dim 16, Adagrad
     python -m benchmarks.checkpoint --rows 500000 --json out.json
 
-"Plain" writes and reads the very bytes of the checkpoint: files of the same sizes, 4 MiB at a time, flushed to the
-disk; reading takes every file into memory. "Digests" are the CRC-32C that a save and a restore compute on the way,
-alone and with their own reading of the files. Rounds are interleaved; files are read with a cold and a warm page cache.
+"Plain" writes and reads the same bytes as the checkpoint: files of the same sizes, 4 MiB at a time, flushed to the
+disk; it reads every file into memory. "Digests" is the time to read the files and compute the CRC-32C that a save and a
+restore compute, and nothing else. Rounds are interleaved; files are read with a cold and a warm page cache.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def read_plain(paths: Sequence[str]) -> int:
 
 
 def lookup_rate(table: HashTable, ids: torch.Tensor, until: Callable[[], bool]) -> float:
-    """Lookups per second until told to stop, at least one batch."""
+    """Lookups per second until ``until`` returns True, at least one batch."""
     done, start = 0, time.perf_counter()
     while True:
         table.lookup(ids)

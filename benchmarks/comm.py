@@ -1,4 +1,4 @@
-"""The figures of communication and training primitives: ours and what they are measured against, interleaved.
+"""Communication and training primitives against their rivals, interleaved.
 
 python -m benchmarks.comm [--quick] [--json FILE]
 """
@@ -30,7 +30,7 @@ from shoal.train import (
 
 
 def interleaved(calls: dict[str, Any], rounds: int) -> dict[str, float]:
-    """Median seconds of each call, taken in turns so that a noisy neighbour meets all of them."""
+    """Median seconds of each call; calls take turns, so that noise affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -123,7 +123,7 @@ class _Slow(torch.autograd.Function):
 
 
 class SlowLayer(nn.Module):
-    """20 ms of backward, and of forward if asked."""
+    """A layer with 20 ms of backward, and optionally of forward."""
 
     def __init__(self, forward_s: float = 0.0) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def overlap(rounds: int) -> dict[str, float]:
 
 
 def pipeline(rank: int, world: int, rounds: int) -> float:
-    """2 stages of one 20 ms + 20 ms layer, 8 micro-batches: a step over the schedule's ideal."""
+    """A step over the schedule's ideal, with 2 stages of one 20 ms + 20 ms layer and 8 micro-batches."""
     torch.set_num_threads(1)
     runner = PipelineRunner(
         [SlowLayer(0.02), SlowLayer(0.02)], PipelineParallelConfig(2, 8), loss_fn=nn.MSELoss(), group=dist.group.WORLD
@@ -187,7 +187,7 @@ def pipeline(rank: int, world: int, rounds: int) -> float:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.comm", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds: a smoke test")
-    parser.add_argument("--json", metavar="FILE", help="keep the figures")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
     options = parser.parse_args(argv)
     quick = options.quick
     rounds = 3 if quick else 9

@@ -1,13 +1,13 @@
-"""This tree against another commit: the same benchmarks in both, in turn, and what became slower.
+"""Compare this tree with another commit: run the same benchmarks on both in turn and list what became slower.
 
 python -m benchmarks.compare --base v0.1 ops comm
 python -m benchmarks.compare --base HEAD~20 --rounds 5 "table --rows 2000000 --only lookup"
 
-A benchmark is named with the flags that both commits understand. The other commit is checked out and built below
-``build/compare``, once; ``--base`` may also name a folder with a tree that is built already. Each number that a
-benchmark writes with ``--json`` is compared with the number of the same place; the median of the rounds counts, and
-the best round of each tree is printed beside it, since other work on the machine only ever makes a round worse.
-A ratio's goal says whether more is better; for other numbers, the words in RATES do.
+Pass a benchmark only flags that both commits accept. The other commit is checked out and built once in
+``build/compare``; ``--base`` can also be a folder with a tree that is already built. Each number that a benchmark
+writes with ``--json`` is compared with the number at the same place. The median of the rounds counts; the best round of
+each tree is printed next to it, because other work on the machine can only make a round worse. Whether more is better
+follows from the goal of a ratio, and for other numbers from the words in RATES.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ NOT_MEASURED = re.compile(
     r"|bytes$|threads$|(numpy|one_shot|once)_ms|^plain|flat ms|single calls ms|sort ms|topk ms|cpus|echo|asyncio|bare",
     re.IGNORECASE,
 )
-RATIOS = ("ratio", "value")  # what an entry's goal speaks of
+RATIOS = ("ratio", "value")  # the keys that an entry's goal is about
 GOALS = ("goal", "bound", "wanted", "figure")  # ">= 0.5 of the echo", "<= 2"
-NAMES = ("what", "name", "against")  # the texts of an entry that are the same in each run
+NAMES = ("what", "name", "against")  # the keys whose texts identify an entry in each run
 NUMBER = re.compile(r"([A-Za-z][A-Za-z0-9 _.]*? )?([0-9][0-9,]*\.?[0-9]*) ?([A-Za-z%][A-Za-z/]*( rows/s)?)?")
 
 
 def build(ref: str) -> Path:
-    """The commit's tree with its extension in ``src/shoal``, below build/compare; built on the first call."""
+    """The commit's tree, with its extension in ``src/shoal``; builds it in build/compare on the first call."""
     if list((Path(ref) / "src" / "shoal").glob("_core*.so")):
         return Path(ref).resolve()
     sha = subprocess.check_output(["git", "rev-parse", "--short", f"{ref}^{{commit}}"], cwd=TREE, text=True).strip()
@@ -64,7 +64,7 @@ class Figure:
 
 
 def figures(tree: Path, benchmark: list[str]) -> dict[str, Figure]:
-    """One run of a benchmark in a tree; its numbers by their place in the JSON that it writes."""
+    """Runs a benchmark in a tree; returns its numbers by their place in the JSON that it writes."""
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "figures.json"
         command = [sys.executable, "-m", f"benchmarks.{benchmark[0]}", *benchmark[1:], "--json", str(kept)]
@@ -82,13 +82,13 @@ def figures(tree: Path, benchmark: list[str]) -> dict[str, Figure]:
                 f"{shlex.join(command)} in {tree} ended with {run.returncode} and wrote no figures:\n{tail}"
             )
         found = list(leaves(json.loads(kept.read_text()), ""))
-        return dict(reversed(found))  # of two numbers in one text with one label, the first is ours
+        return dict(reversed(found))  # if two numbers in one text have the same label, the first is ours
 
 
 def leaves(value: Any, place: str) -> Iterator[tuple[str, Figure]]:
     """The numbers in a JSON value, also those in its texts ("12.5 M/s", "native 3.1 ms, flat 2.9 ms").
 
-    An entry of a list is known by its name and by how many of that name came before, so that lists may differ.
+    Entries of a list are identified by their names, and numbered if several have the same one, so lists may differ.
     """
     if isinstance(value, bool) or value is None:
         return
@@ -117,7 +117,7 @@ def leaves(value: Any, place: str) -> Iterator[tuple[str, Figure]]:
 
 
 def cost(before: float, after: float, more_is_better: bool) -> float:
-    """How many times worse it became; 1 where there is nothing to divide."""
+    """How many times worse the number became; 1 if one of them is not positive."""
     if before <= 0 or after <= 0:
         return 1.0
     return before / after if more_is_better else after / before
@@ -126,13 +126,13 @@ def cost(before: float, after: float, more_is_better: bool) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "benchmark", nargs="+", help="names as of `python -m benchmarks`, each with its flags in one word"
+        "benchmark", nargs="+", help="names of `python -m benchmarks`, each quoted together with its flags"
     )
     parser.add_argument("--base", required=True, metavar="REF", help="the commit, or a built tree, to compare with")
     parser.add_argument("--rounds", type=int, default=3, help="runs in each tree, in turn")
-    parser.add_argument("--seconds", type=float, help="per benchmark: no round begins that would end later than this")
-    parser.add_argument("--margin", type=float, default=0.03, help="what is slower by more than this is marked")
-    parser.add_argument("--all", action="store_true", help="print what did not change, too")
+    parser.add_argument("--seconds", type=float, help="limit per benchmark: start no round that would end later")
+    parser.add_argument("--margin", type=float, default=0.03, help="mark figures that are worse by more than this")
+    parser.add_argument("--all", action="store_true", help="also print figures that did not get worse")
     options = parser.parse_args()
     trees = {"base": build(options.base), "now": TREE}
     slower = 0

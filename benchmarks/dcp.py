@@ -1,10 +1,10 @@
-"""Checkpoints of torch against our own: a table of 5 M rows saved on 2 ranks and loaded on 3.
+"""`torch.distributed.checkpoint` against our own format: a table of 5 M rows saved on 2 ranks and loaded on 3.
 
     python -m benchmarks.dcp [--rows 5000000] [--dim 16] [--rounds 3]
 
 A table over ranks is written by ``torch.distributed.checkpoint.save`` and by ``table.save``, one after the other
 in the same processes, and read on three ranks by ``dcp.load``, by ``shoal.nn.load_dcp`` and by ``table.restore``. The
-claim: at most 1.5 times our own format, for a save and a load together.
+goal: a save and a load together take at most 1.5 times as long as with our own format.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main() -> None:
     made.add_argument("--rows", type=int, default=5_000_000)
     made.add_argument("--dim", type=int, default=16)
     made.add_argument("--rounds", type=int, default=3)
-    made.add_argument("--folder", default=None, help="on the disk that is to be measured; a temporary one unless given")
+    made.add_argument("--folder", default=None, help="a folder on the disk to measure; by default a temporary one")
     options = made.parse_args()
     report = Report("dcp")
     report.start()

@@ -1,10 +1,10 @@
 """Tables with a budget: the cost of a step that evicts, hit rates against exact policies, bytes, AUC, and kills.
 
-    python -m benchmarks.eviction                              # CPU: 20 M rows, some ten minutes, 8 GB of memory
+    python -m benchmarks.eviction                              # CPU: 20 M rows, about ten minutes, 8 GB of memory
     python -m benchmarks.eviction --rows 1000000 --only step   # a quick look
     python -m benchmarks.eviction --only kill --kills 50
 
-The exact policies are simulators in this file: after every batch the rows leave that have the lowest key of all.
+The exact policies are simulators in this file: after every batch they evict the rows with the lowest keys of all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEP = 200_000
 
 
 def step(report: Report, rows: int, repeats: int) -> None:
-    """A training step on rows that are there, and one that brings new ids and evicts as many rows."""
+    """A training step on known rows, and one with new ids that evicts as many rows."""
     dim = 16
     table = shoal.HashTable(dim, lr=0.01, max_rows=rows, seed=0, name="full")
     plain = shoal.HashTable(dim, lr=0.01, seed=0, name="plain")
@@ -46,7 +46,7 @@ def step(report: Report, rows: int, repeats: int) -> None:
 
     def known(one: shoal.HashTable, end: int | None = None) -> None:
         end = end or next_id
-        ids = id_of(torch.randint(end - int(0.9 * rows), end, (STEP,), generator=generator))  # surely there
+        ids = id_of(torch.randint(end - int(0.9 * rows), end, (STEP,), generator=generator))  # certainly in the table
         one.apply_gradients(ids, grads, enable_dedup=True)
 
     def evicting(share: float) -> None:
@@ -59,7 +59,7 @@ def step(report: Report, rows: int, repeats: int) -> None:
 
     while table.eviction_stats().evicted < rows // 50:
         evicting(1.0)
-    # The plain table lacks the new ids of the meantime, so it gets those that it has.
+    # The plain table does not have the new ids that came in the meantime, so it gets ids that it has.
     calls = [lambda: known(table), lambda: evicting(0.4), lambda: evicting(1.0), lambda: known(plain, rows)]
     of_known, some, every, of_plain = (median(series) for series in interleaved(calls, repeats))
     rate = f"{STEP / of_known / 1e6:.1f} M/s"
@@ -72,7 +72,7 @@ def step(report: Report, rows: int, repeats: int) -> None:
 
 
 def zipf_stream(ids: int, batches: int, size: int, drift: int, seed: int) -> Iterator[np.ndarray]:
-    """Batches by a Zipf law of exponent 1.05; with ``drift`` the popular ids move on by so many with every batch."""
+    """Batches by a Zipf law of exponent 1.05; the popular ids shift by ``drift`` with every batch."""
     rng = np.random.default_rng(seed)
     law = np.cumsum(np.arange(1, ids + 1, dtype=np.float64) ** -1.05)
     for number in range(batches):
@@ -81,7 +81,7 @@ def zipf_stream(ids: int, batches: int, size: int, drift: int, seed: int) -> Ite
 
 
 def exact(policy: str, stream: Iterator[np.ndarray], ids: int, capacity: int, batches: int) -> float:
-    """The hit rate of the second half, by a look at all keys."""
+    """The hit rate of an exact policy in the second half of the stream."""
     count, last, there = np.zeros(ids, np.int64), np.zeros(ids, np.int64), np.zeros(ids, bool)
     hits = seen = 0
     for number, batch in enumerate(stream, start=1):
@@ -89,7 +89,7 @@ def exact(policy: str, stream: Iterator[np.ndarray], ids: int, capacity: int, ba
             hits, seen = hits + int(there[batch].sum()), seen + len(batch)
         count[batch] = np.where(there[batch], count[batch] + 1, 1)
         last[batch], there[batch] = number, True
-        held = np.flatnonzero(there & (last < number))  # room is made for the batch among the others
+        held = np.flatnonzero(there & (last < number))  # rows outside the batch make room for it
         if (over := int(there.sum()) - capacity) > 0:
             if policy == "slru":
                 key = (last[held] - number) * np.where(count[held] > 1, 1, 4)
@@ -160,7 +160,7 @@ def digest(table: shoal.HashTable) -> str:
 
 
 def write_until_killed(folder: Path) -> None:
-    """Fills a table, evicts and saves; before every save the journal has what the table is."""
+    """Fills a table, evicts and saves; before every save it writes the table's content to the journal."""
     table = shoal.HashTable(2, max_rows=ROWS, initializer="zeros", name="t")
     if any(folder.glob("ckpt/*")):
         restore_incremental(table, folder / "ckpt")
@@ -199,10 +199,10 @@ def kill(report: Report, kills: int) -> None:
 
 def main() -> None:
     args = parser(__doc__ or "")
-    args.add_argument("--rows", type=int, default=20_000_000, help="of the table whose steps are timed")
-    args.add_argument("--ids", type=int, default=1_000_000, help="of the streams whose hits are counted")
-    args.add_argument("--days", type=int, default=12, help="of the demo stream")
-    args.add_argument("--seed", type=int, default=0, help="of the demo stream")
+    args.add_argument("--rows", type=int, default=20_000_000, help="rows of the table whose steps are timed")
+    args.add_argument("--ids", type=int, default=1_000_000, help="ids of the streams whose hits are counted")
+    args.add_argument("--days", type=int, default=12, help="days of the demo stream")
+    args.add_argument("--seed", type=int, default=0, help="seed of the demo stream")
     args.add_argument("--kills", type=int, default=50)
     args.add_argument("--only", default="step,hits,auc,kill", help="some of: %(default)s")
     args.add_argument("--write-until-killed", metavar="DIR", help=argparse_hidden())

@@ -4,8 +4,8 @@
     python -m benchmarks.eviction_gpu --hkv ./hkv_bench        # runs HierarchicalKV's benchmark after ours, for 100 s
     python -m benchmarks.eviction_gpu --rows 1000000 --profile # a quick look, kernel by kernel
 
-Every call brings 1,048,576 distinct ids, 60 % of them known, to a table that is full and evicts by Lru. Times are
-medians of device events around runs of calls that follow one another, through the table's own calls.
+Every call has 1,048,576 distinct ids, 60 % of them known, and goes to a full table that evicts by Lru. Times are
+medians of device events around series of consecutive calls of the table's public methods.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def show(what: str, ms: float, **more: Any) -> float:
 
 
 def id_of(number: torch.Tensor) -> torch.Tensor:
-    """Ids that look random; a bijection."""
+    """Turns numbers into ids that look random; a bijection."""
     return number * -7046029254386353131
 
 
 class Stream:
-    """Batches of distinct ids: new ones, and some of the newest half of those that came before."""
+    """Batches of distinct ids: new ones, and some from the newer half of the earlier ones."""
 
     def __init__(self, rows: int) -> None:
         self.rows, self.next = rows, 0
@@ -81,7 +81,7 @@ def timed(call: Callable[[torch.Tensor], Any], stream: Stream, known: float, rep
 
 
 def make(dim: int, max_rows: int, rows: int) -> tuple[Any, Stream]:
-    """A table, and the stream that it has so many rows of."""
+    """A table with this many rows, and the stream of ids that filled it."""
     table = shoal.HashTable(dim, optimizer="sgd", initializer="zeros", max_rows=max_rows, device="cuda")
     stream = Stream(rows)
     for ids in stream.fill():
@@ -100,7 +100,7 @@ def profile(name: str, call: Callable[[], Any]) -> None:
 
 
 def run(dim: int, rows: int, repeats: int, profiled: bool) -> float:
-    """The rate of what HierarchicalKV calls insert_and_evict."""
+    """Measures one dim; returns the rate of the call that HierarchicalKV names insert_and_evict."""
     half, half_stream = make(dim, rows, rows // 2)
     table, stream = make(dim, rows, rows)
     print(f"dim {dim}, {table.size():,} rows, {table.memory_bytes() / table.size():.1f} bytes per row", flush=True)
@@ -137,7 +137,7 @@ def run(dim: int, rows: int, repeats: int, profiled: bool) -> float:
 
 
 def hkv(program: str, seconds: int) -> dict[int, float]:
-    """What HierarchicalKV's benchmark says of insert_and_evict at load 1.00, by dim, as far as it came."""
+    """HierarchicalKV's rates of insert_and_evict at load 1.00, by dim, as far as its benchmark ran."""
     command = ["timeout", str(seconds), "stdbuf", "-oL", program]
     text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     print(text, flush=True)

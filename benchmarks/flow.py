@@ -1,15 +1,15 @@
-"""The whole path, in real processes: `shoal train`, parameter servers, two `shoal serve` and a client.
+"""The complete path, in real processes: `shoal train`, parameter servers, two `shoal serve` and a client.
 
     python -m benchmarks.flow
     python -m benchmarks.flow --only freshness --seconds 60 --picture docs/images/freshness.png
 
-- **freshness**: from the end of the step that learnt a sample to the first answer of a replica that shows it. Each
-  step of the run has a probe, a word that no other step has; a client asks both replicas for the probes of the next
-  steps next to a word that nobody learns, and notes when the answers part. The run is held to 100,000 touched rows a
-  second, as a stream that arrives at that rate would be.
-- **cpu**: CPU time of the trainer's process for a sample, with publishing every second and without.
-- **dense**: predictions while 5 M weights are pushed every second, against the same load at rest.
-- **kills**: trainer, parameter server and replica are killed ten times each while a client asks.
+- **freshness**: the time from the end of the step that learnt a sample to the first prediction of a replica that shows
+  it. Each step learns a probe, a word that no other step has. A client asks both replicas for the probes of the next
+  steps and for a word that is never learnt, and records when the answers differ. The run is limited to 100,000 touched
+  rows per second, like a stream that arrives at that rate.
+- **cpu**: CPU time of the trainer per sample, with publishing every second and without.
+- **dense**: predictions while 5 M weights are pushed every second, against the same load without pushes.
+- **kills**: trainer, parameter server and replica are killed ten times each while a client asks for predictions.
 
 `benchmarks/serving.py --only raw` compares raw features with ids at the server; `tests/trainer/test_export.py` and
 `test_raw_pushes.py` compare a replica's answers with the trainer's own forward.
@@ -52,7 +52,7 @@ NOBODY = "nobody learns this"
 
 
 class Paced(SessionRunHook):
-    """Holds a run to the rate at which its samples are said to arrive, and notes when each step was learnt."""
+    """A hook that limits a run to the rate at which samples would arrive, and records when each step was learnt."""
 
     def __init__(self) -> None:
         self._period = float(os.environ.get("FLOW_PERIOD_S", "0"))
@@ -75,7 +75,7 @@ class Paced(SessionRunHook):
 
 
 class Process:
-    """One `shoal` command that says as a line of JSON when it is ready."""
+    """A `shoal` command that prints a line of JSON when it is ready."""
 
     def __init__(self, *arguments: Any, env: dict[str, str] | None = None, log: Path) -> None:
         self.arguments, self._env, self.log = [str(each) for each in arguments], env or {}, log
@@ -91,7 +91,7 @@ class Process:
         )  # fmt: skip
 
     def ready(self) -> dict[str, Any]:
-        """What it says when it is ready."""
+        """Waits for that line and returns its content."""
         late = threading.Timer(START_S, self.process.kill)
         late.start()
         try:
@@ -105,13 +105,13 @@ class Process:
         return json.loads(line)
 
     def drain(self) -> None:
-        """Reads what it prints from now on, so that it never waits for a reader."""
+        """Reads its output from now on, so that it never waits for a reader."""
         stream = self.process.stdout
         assert stream is not None
         threading.Thread(target=lambda: collections.deque(stream, 0), daemon=True).start()
 
     def cpu_seconds(self) -> float:
-        """Of the process so far."""
+        """CPU time of the process so far."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -138,7 +138,7 @@ def free_port() -> int:
 
 
 def write_log(path: Path, steps: int, seed: int = 0, first: int = 0) -> None:
-    """Samples of three words from a large vocabulary, an age, and the probe of their step."""
+    """Writes samples: three words from a large vocabulary, an age, and the probe of their step."""
     made = np.random.default_rng(seed)
     with path.open("w") as file:
         file.write(",".join(("click", "age", "probe", *NAMES)) + "\n")
@@ -205,7 +205,7 @@ def logits(answer: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @contextmanager
 def system(folder: Path, *, servers: int, steps: int, rate: float, settings: tuple[str, ...] = ()) -> Iterator[Any]:
-    """(trainer, servers, replicas, their addresses): a first run has exported; a second one, paced, has begun."""
+    """(trainer, servers, replicas, their addresses); a first run has exported, and a second, paced one has begun."""
     write_log(folder / "log.csv", steps)
     with ExitStack() as stack:
         start = lambda *arguments, **more: stack.enter_context(_stopped(Process(*arguments, **more)))  # noqa: E731
@@ -246,7 +246,7 @@ def _stopped(process: Process) -> Iterator[Process]:
 
 
 class Watcher(threading.Thread):
-    """Asks one replica for the probes of the next steps and notes when each was first seen in an answer."""
+    """Asks one replica for the probes of the next steps and records when each was first visible in an answer."""
 
     def __init__(
         self, address: str, steps: int, *, model: str = "flow", first: int = FIRST_STEPS,
@@ -277,7 +277,7 @@ class Watcher(threading.Thread):
             newest = max((step for step, seen in zip(probes, there, strict=True) if seen), default=first - 1)
             first = max(first, newest - AHEAD // 2)
             if newest == probes[-1] and first + AHEAD < self._steps:
-                first = newest  # far behind, as a replica is that has just started
+                first = newest  # far behind, like a replica that has just started
             time.sleep(0.01)
 
     def stop(self) -> None:
@@ -287,7 +287,7 @@ class Watcher(threading.Thread):
 
 
 def ages(folder: Path, watchers: list[Watcher], after: float) -> list[float]:
-    """Seconds from learnt to seen, of steps that were learnt once both replicas had caught up."""
+    """Seconds from learnt to seen, for the steps that were learnt after both replicas had caught up."""
     learnt = {int(step) - 1: float(at) for step, at in (line.split() for line in (folder / "marks").open())}
     return [
         watcher.seen[step] - at
@@ -350,9 +350,9 @@ def draw(kept: dict[str, list[float]], path: str) -> None:
 
 
 def bench_cpu(report: Report, arguments: argparse.Namespace) -> None:
-    """CPU time of a run of fixed length from its first step on, held to the rate, with and without publishing.
+    """CPU time of a run of fixed length from its first step on, at a fixed rate, with and without publishing.
 
-    The net runs on one thread: threads that wait for each other spin, which is CPU time that depends on who else runs.
+    The net runs on one thread, because threads that wait for each other spin, which takes a varying amount of CPU time.
     """
     steps = int(arguments.seconds * arguments.rate / TOUCHED_PER_STEP)
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -379,7 +379,7 @@ def bench_cpu(report: Report, arguments: argparse.Namespace) -> None:
 
 
 def bench_dense(report: Report, arguments: argparse.Namespace) -> None:
-    """p99 of predictions of 64 rows while 5 M weights are pushed every second, against rest."""
+    """p99 of predictions of 64 rows while 5 M weights are pushed every second, against p99 without pushes."""
     import shoal
     from shoal.serving import Feature, ModelExporter
 
@@ -450,7 +450,7 @@ def bench_dense(report: Report, arguments: argparse.Namespace) -> None:
 
 
 class Asking(threading.Thread):
-    """A client that asks all the time, through the registry; counts answers and failures."""
+    """A client that keeps asking, through the registry, and counts answers and failures."""
 
     def __init__(self, registry: str) -> None:
         super().__init__(daemon=True)
@@ -475,7 +475,7 @@ class Asking(threading.Thread):
 
 
 def bench_kills(report: Report, arguments: argparse.Namespace) -> None:
-    """A run whose trainer, server and replicas are killed in turn, against one that nobody disturbs."""
+    """A run whose trainer, server and replicas are killed in turn, against an undisturbed one."""
     period = TOUCHED_PER_STEP / arguments.rate
     steps = int(arguments.kills * 9 / period)
     checked = rows_of([f"probe{step}" for step in range(0, steps, max(1, steps // 512))], seed=7)
@@ -527,10 +527,10 @@ def main() -> None:
     made = parser(__doc__ or "")
     made.add_argument("--only", choices=PARTS, action="append", help="some of the parts; all by default")
     made.add_argument("--seconds", type=float, default=30.0, help="length of each run")
-    made.add_argument("--rate", type=float, default=RATE, help="touched rows a second")
+    made.add_argument("--rate", type=float, default=RATE, help="touched rows per second")
     made.add_argument("--rounds", type=int, default=3, help="repetitions of cpu and dense")
-    made.add_argument("--kills", type=int, default=10, help="of each kind of process")
-    made.add_argument("--picture", metavar="FILE", help="draw the freshness here")
+    made.add_argument("--kills", type=int, default=10, help="kills of each kind of process")
+    made.add_argument("--picture", metavar="FILE", help="plot the freshness into this file")
     arguments = made.parse_args()
     report = Report("flow")
     report.start()

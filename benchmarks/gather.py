@@ -1,4 +1,4 @@
-"""Peer gather against what people write by hand in torch and numpy: codec, update, compression, overlap, scaling.
+"""Peer gather against hand-written torch and numpy: codec, update, compression, overlap, scaling.
 
 python -m benchmarks.gather [--json FILE] [--quick] [--only codec]
 """
@@ -45,7 +45,7 @@ SIDE = 5056  # 79 * 64: 25.6 M parameters in chunks of 64 x 64
 
 
 def interleaved(ours: Callable[[], Any], rival: Callable[[], Any], repeat: int) -> tuple[float, float]:
-    """Median seconds of both, run in turn so that a noisy machine is noisy for both."""
+    """Median seconds of both, which take turns, so that noise affects both."""
     for _ in range(3):
         ours(), rival()
     times: tuple[list[float], list[float]] = ([], [])
@@ -58,8 +58,9 @@ def interleaved(ours: Callable[[], Any], rival: Callable[[], Any], repeat: int) 
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep what is freed: results then lie in memory that was touched before, ours and the rival's alike.
-    Otherwise every large result is fresh pages, whose faults take longer than the work and come and go with history."""
+    """Makes glibc keep freed memory, so that large results, ours and the rival's, use pages that were touched before.
+
+    Otherwise they are in fresh pages, whose faults take longer than the work and depend on earlier allocations."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
@@ -114,7 +115,7 @@ def bench_codec(made: dict[str, Any], spec: GradientSpec, repeat: int) -> dict[s
 
 
 def one_shot(model: torch.nn.Module, optimizer: Any, result: Any, spec: GradientSpec) -> None:
-    """Unpack all, concatenate, scatter-mean, step: the usual way."""
+    """The rival's update: unpack all, concatenate, scatter-mean, step."""
     param = spec.params[0]
     _, factors = clip_factors(result.norms[:, 0])
     state = result.state_dict
@@ -180,7 +181,7 @@ def bench_overlap(made: dict[int, dict[str, Any]], spec: GradientSpec, peers: in
     begin = time.perf_counter()
     report = index_overlap(result, spec=spec, budget_bytes=256 << 20)
     ours = time.perf_counter() - begin
-    # numpy: positions as one sorted array of global numbers per peer; some pairs are timed, all are counted.
+    # numpy: one sorted array of global positions per peer; the time of some pairs is extrapolated to all.
     offsets = np.arange(param.chunks)[:, None] * param.totalk
     rows = [(unpack12(made[u % len(made)]["state_dict"]["widxs"], (param.chunks, param.k)).numpy() + offsets).ravel()
             for u in range(min(peers, 8))]  # fmt: skip
@@ -200,7 +201,7 @@ def bench_overlap(made: dict[int, dict[str, Any]], spec: GradientSpec, peers: in
 
 
 def bench_memory(repeat: int) -> dict[str, Any]:
-    """A5: accounted peak, and anonymous memory of the gather and the update, from 4 to 64 peers."""
+    """Accounted peak, and anonymous memory of the gather and the update, from 4 to 64 peers."""
     model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(2048, 2048))})
     spec = GradientSpec.from_model(model, target_chunk=32)
     peaks, anonymous = {}, {}
@@ -242,7 +243,7 @@ def _fetch_rank(rank: int, world: int, folder: str, datas: list[bytes], spec_jso
     spec = GradientSpec.from_json(spec_json)
     store = MemoryStore({(0, uid): MemoryObject(data) for uid, data in enumerate(datas)}, latency_s=0.2)
     config = GatherConfig(max_concurrent_fetches=1)
-    gather(GatherPlan(1, []), spec, store, group=group)  # the control group is made once
+    gather(GatherPlan(1, []), spec, store, group=group)  # creates the control group, once
     result = gather(GatherPlan(0, range(len(datas))), spec, store, group=group, config=config)
     assert len(result.uids) == len(datas)
     if rank == 0:
@@ -252,7 +253,7 @@ def _fetch_rank(rank: int, world: int, folder: str, datas: list[bytes], spec_jso
 
 
 def bench_scaling() -> dict[str, Any]:
-    """A6: 16 peers, 0.2 s per request, one at a time."""
+    """A gather of 16 peers with 0.2 s per request, one request at a time."""
     model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(256, 256))})
     spec = GradientSpec.from_model(model)
     datas = [dump_payload(compress({"w": torch.randn(256, 256)}, spec, window=0)) for _ in range(16)]
@@ -278,9 +279,9 @@ def bench_scaling() -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gather", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="keep the numbers")
+    parser.add_argument("--json", metavar="FILE", help="write the numbers to this file")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--only", default="", help="parts whose name has this in it")
+    parser.add_argument("--only", default="", help="run only parts whose name contains this")
     args = parser.parse_args(argv)
     repeat = 3 if args.quick else 9
     torch.manual_seed(0)

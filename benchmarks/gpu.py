@@ -1,10 +1,11 @@
-"""GPU tables on one card: what share of the memory's speed they reach, and the goals of the project's plan.
+"""GPU tables on one GPU: rates, share of the memory bandwidth, and goals.
 
     python -m benchmarks.gpu                      # everything
     python -m benchmarks.gpu find update --json out.json
 
-Every call takes 1,048,576 uniformly random ids unless a row says otherwise, float32. Times are medians of device events
-around a run of calls over rotating inputs. The roof is a device-to-device copy, bytes read plus bytes written.
+Unless a row says otherwise, every call takes 1,048,576 uniformly random ids, and values are float32. Times are medians
+of device events around series of calls with rotating inputs. The roof is the bandwidth of a device-to-device copy,
+bytes read plus bytes written.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROWS: list[dict[str, Any]] = []
 
 
 def milliseconds(call: Callable[[int], Any], repeats: int = 9, calls: int = 8) -> float:
-    """Median time of one call; calls follow one another without waiting."""
+    """Median time of one call; calls are issued without waiting between them."""
     for i in range(3):
         call(i)
     torch.cuda.synchronize()
@@ -72,7 +73,7 @@ def make(dim: int, optimizer: Any, **options: Any) -> Any:
 
 
 def fill(table: Any, load: float, slots: int = SLOTS) -> torch.Tensor:
-    """Puts random ids into a table of so many slots; the ids."""
+    """Fills a table of this many slots with random ids, and returns them."""
     group = table._storage
     group.max_load = 0.999
     group._grow_index(0, slots // 8, empty=True)
@@ -112,11 +113,11 @@ def find() -> None:
 
 
 def find_or_insert() -> None:
-    """Lookups that make rows: 60 % known ids, 40 % new ones."""
+    """Lookups that insert rows: 60 % known ids, 40 % new ones."""
     for load, begin, goal in ((0.5, 0.47, 4.0), (0.95, 0.92, 2.5)):  # each call adds 0.3 % of the slots
         table = make(32, "sgd")
         ids = fill(table, begin)
-        table._storage.max_load = 2.0  # it would grow
+        table._storage.max_load = 2.0  # otherwise it would grow
         calls, repeats = 6, 3
         table._storage._grow_rows(ids.numel() + (calls * repeats + 5) * N)
         known = [a.clone() for a in sample(ids, 4)]
@@ -161,7 +162,7 @@ def update() -> None:
         grads = torch.randn(N, 64, device="cuda")
         table._storage.arena.start_fresh(table._storage.find(ids, 0, "rows"), ids, 1, every=True)
         ms = milliseconds(lambda i, t=table, s=sets, g=grads: t.apply_gradients(s[i % 4], g, i, distinct=True))
-        # Gradient read, weights and states read and written, and the line of the index.
+        # Bytes: gradient read, weights and states read and written, and the line of the index.
         needed = 4 * 64 * (1 + 2 * (1 + words)) + 72 + (16 if name == "adam" else 0)
         report(f"update, {name}, dim 64, distinct", ms=ms, bytes_per_id=needed, goal=">= 60 % of the roof")
         ms = milliseconds(
@@ -174,7 +175,7 @@ def update() -> None:
 
 
 def power_law(n: int, ids: int, alpha: float = 1.05) -> torch.Tensor:
-    """Ids of 1..ids whose frequency falls with rank to the power ``alpha``, scattered over int64."""
+    """Ids whose frequency falls with their rank to the power ``alpha``, scattered over int64."""
     gamma = 1 - alpha
     u = torch.rand(n, device="cuda", dtype=torch.float64)
     rank = ((ids**gamma - 1) * u + 1) ** (1 / gamma)
@@ -294,7 +295,7 @@ def cached() -> None:
 
 
 def groups() -> None:
-    """Whole steps through a group of tables, against `nn.EmbeddingBag`."""
+    """Complete steps through a group of tables, against `nn.EmbeddingBag`."""
     from benchmarks.gpu_groups import groups as measured
 
     ROWS.extend(measured())
@@ -314,13 +315,13 @@ BENCHMARKS: dict[str, Callable[[], None]] = {
 def main(argv: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"which of {', '.join(BENCHMARKS)}; all by default")
-    parser.add_argument("--json", metavar="FILE", help="keep the results here")
+    parser.add_argument("--json", metavar="FILE", help="write the results to this file")
     args = parser.parse_args(None if argv is None else list(argv))
     unknown = set(args.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     if not torch.cuda.is_available():
-        print("benchmarks.gpu needs a CUDA GPU, and torch sees none here: nothing was measured")
+        print("benchmarks.gpu needs a CUDA GPU, but torch finds none; nothing was measured")
         return 0
     import triton
 

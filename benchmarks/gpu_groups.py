@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu groups
 
-26 features of dim 64 with 1 M rows each and skewed ids. Ours are one table with all rows, and a table per feature; the
-rival is one joint module. Times are medians of turns; ratios are ours over the rival's. "Host" is what Python takes.
+26 features of dim 64 with 1 M rows each and skewed ids. We measure one table with all rows, and one table per feature;
+the rival is one joint module. Times are medians of turns; ratios are ours over the rival's. "Host" is Python's time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Pooled(torch.autograd.Function):
 
 
 class Ours:
-    """Tables of one group, with what a module would know about them."""
+    """The tables of one group, with the features that a module would pass to it."""
 
     def __init__(self, tables: list[Any], bags: int, length: int) -> None:
         ((self.group, _),) = groups_of(tables)
@@ -63,7 +63,7 @@ class Ours:
 
 
 def medians(calls: Sequence[Callable[[int], Any]], repeats: int = 7, inner: int = 10) -> list[tuple[float, float]]:
-    """Milliseconds of each call, in turn: until the device is done, and until Python is."""
+    """Milliseconds of each call, in turn: until the device has finished, and until Python has."""
     times: list[list[tuple[float, float]]] = [[] for _ in calls]
     for round_ in range(repeats + 1):
         for call, series in zip(calls, times, strict=True):
@@ -141,7 +141,7 @@ def run(kind: str, rows: int, profile: bool) -> list[dict[str, Any]]:
         title = f"{kind} {bags} x {length}"
         for what, ours, goal in (("forward", forwards, 1.3), ("step", steps, 1.0 if kind == "sgd" else 0.9),
                                  ("graph", [], 0.6)):  # fmt: skip
-            if what == "graph":  # captured when the steps are measured
+            if what == "graph":  # captured only after the eager steps were measured
                 replays = [captured(o, b[0], offsets) for o, b in mine]
                 ours = [lambda i, r=r, b=b: r(b[i % BATCHES]) for r, (_, b) in zip(replays, mine, strict=True)]
             calls = [*ours, forward if what == "forward" else step]
@@ -164,7 +164,7 @@ def run(kind: str, rows: int, profile: bool) -> list[dict[str, Any]]:
 
 
 def groups(rows: int = 1_000_000, profile: bool = False) -> list[dict[str, Any]]:
-    """Both optimizers."""
+    """Runs the comparison with both optimizers."""
     results = []
     for kind in ("sgd", "adagrad"):
         results += run(kind, rows, profile)

@@ -1,10 +1,10 @@
-"""The ops on a GPU, against the same work composed of torch ops, and against the copy bandwidth of the card.
+"""The ops on a GPU, against the same work composed of torch ops, and against the copy bandwidth of the GPU.
 
     python -m benchmarks.gpu_ops                    # everything
     python -m benchmarks.gpu_ops -k layout --json out.json
 
-1,048,576 ids or rows unless said otherwise. Inputs rotate among eight sets, more than the cache holds; times are
-medians by device events around one call on an idle GPU, the host's work and whatever the call waits for included.
+Unless a row says otherwise, there are 1,048,576 ids or rows. Inputs rotate among eight sets, more than fit into the
+cache. Times are medians by device events around one call on an idle GPU, including the host's work and all waits.
 ``roof`` is the share of the bandwidth of a large copy, counting only the bytes that the op must read and write: each
 input once, each output once.
 """
@@ -43,7 +43,7 @@ class Bench:
         report.add("copy of 1 GiB", f"{self.roof / 1e9:.2f} TB/s")
 
     def ms(self, call: Callable[[int], Any]) -> float:
-        """Median milliseconds of ``call(i)``; ``i`` counts up, for the inputs to rotate."""
+        """Median milliseconds of ``call(i)``; ``i`` counts up, so that inputs rotate."""
         for i in range(10):
             call(i)
         times = []
@@ -61,7 +61,7 @@ class Bench:
         self, what: str, ours: Callable[[int], Any], rival: Callable[[int], Any] | None = None, *, count: int = N,
         unit: str = "G ids/s", bytes_: float = 0, goal: float | None = None, ratio: float | None = None,
     ) -> None:  # fmt: skip
-        """``goal`` is in ``unit``, ``ratio`` is the least ratio to the rival that is wanted."""
+        """Adds a row. ``goal`` is in ``unit``; ``ratio`` is the smallest acceptable ratio to the rival."""
         mine = self.ms(ours)
         theirs = None if rival is None else self.ms(rival)
         rate = count / mine / 1e6
@@ -79,7 +79,7 @@ class Bench:
 
 
 def sets(make: Callable[[], Any]) -> Callable[[int], Any]:
-    """``i`` to one of eight inputs."""
+    """Makes eight inputs; the result maps ``i`` to one of them."""
     made = [make() for _ in range(SETS)]
     return lambda i: made[i % SETS]
 
@@ -338,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("-k", metavar="NAME", help=f"one of {', '.join(BENCHMARKS)}")
     args = flags.parse_args(argv)
     if not torch.cuda.is_available():
-        print("benchmarks.gpu_ops: no CUDA device here; nothing is measured")
+        print("benchmarks.gpu_ops needs a CUDA GPU, but torch finds none; nothing was measured")
         return 0
     report = Report(f"GPU ops, {torch.cuda.get_device_name()}")
     report.start()

@@ -1,4 +1,4 @@
-"""What benchmarks share: who ran it, interleaved timing, and one table of results."""
+"""Helpers for benchmarks: machine description, interleaved timing and a table of results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal import _core
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores, versions and commit, for the head of a report."""
+    """CPU, cores, versions and commit, for the header of a report."""
     model = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as file:
@@ -42,9 +42,9 @@ def machine() -> dict[str, Any]:
 
 
 def interleaved(calls: Sequence[Callable[[], Any]], repeats: int, *, pause_s: float = 0.02) -> list[list[float]]:
-    """Seconds of each call, ``repeats`` times in turn after one round to warm up.
+    """Seconds of each call; the calls take turns, ``repeats`` times after a warm-up round.
 
-    The pause lets the threads that the previous call left spinning go to sleep, so nobody pays for somebody else's.
+    The pause lets threads that the previous call left spinning go to sleep before the next call.
     """
     times: list[list[float]] = [[] for _ in calls]
     for round_ in range(repeats + 1):
@@ -58,10 +58,10 @@ def interleaved(calls: Sequence[Callable[[], Any]], repeats: int, *, pause_s: fl
 
 
 def touch_memory(gib: float) -> None:
-    """Touches and frees memory, so that a virtual machine's host has backed the pages before anything is timed.
+    """Touch and free memory, so that a virtual machine's host has provided the pages before anything is timed.
 
-    A host that takes free pages back makes the first touch of a page some twenty times slower than the next; without
-    this, whoever allocates first pays for it.
+    If a host reclaims free pages, the first touch of a page takes about twenty times as long as later ones, and whoever
+    allocates first would appear slower.
     """
     for _ in range(2):
         block = torch.empty(int(gib * 2**28))
@@ -71,7 +71,7 @@ def touch_memory(gib: float) -> None:
 
 @dataclass
 class Report:
-    """Rows of (what, ours, rival, ratio, goal), printed as they come and kept as JSON."""
+    """Rows of (what, ours, rival, ratio, goal), printed as they are added and saved as JSON."""
 
     name: str
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Report:
         *,
         at_most: bool = False,
     ) -> None:
-        """``goal`` is the least ratio wanted, or with ``at_most`` the largest."""
+        """Add a row. ``goal`` is the smallest acceptable ratio, or with ``at_most`` the largest."""
         met = None if ratio is None or goal is None else (ratio <= goal if at_most else ratio >= goal)
         sign = "<=" if at_most else ">="
         print(
@@ -115,8 +115,8 @@ def median(series: Sequence[float]) -> float:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The flags that every benchmark has."""
+    """Return a parser with the flags that all benchmarks share."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", metavar="FILE", help="keep the results here")
-    made.add_argument("--repeats", type=int, default=11, help="timings of each call, of which the median counts")
+    made.add_argument("--json", metavar="FILE", help="write the results to this file")
+    made.add_argument("--repeats", type=int, default=11, help="timings per call; the median is reported")
     return made

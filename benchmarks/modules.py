@@ -1,7 +1,7 @@
 """Modules, as users write them, against `torch.nn.EmbeddingBag` in the same run.
 
     python -m benchmarks.modules                    # on the CPU: in the cache, beyond it, many tables, few ids
-    python -m benchmarks.modules --device cuda      # 26 features of dim 64, and a whole DLRM
+    python -m benchmarks.modules --device cuda      # 26 features of dim 64, and a complete DLRM
 
 Times are medians of repeats that take turns; a ratio is our time over the rival's (smaller is better).
 """
@@ -30,7 +30,7 @@ def ids_of(n: int, rows: int, skew: float, generator: torch.Generator) -> Tensor
 
 
 class Keyed:
-    """Ids of several features in one tensor, as a KeyedJaggedTensor has them."""
+    """Ids of several features in one tensor, like a KeyedJaggedTensor."""
 
     def __init__(self, keys: list[str], values: Tensor, offsets: Tensor) -> None:
         self._keys, self._values, self._offsets = keys, values, offsets
@@ -81,7 +81,7 @@ def optimizers(kind: str, rival: nn.Module) -> tuple[Any, Any]:
 
 
 class RowsOfBags(nn.Module):
-    """The largest or the first rows of bags of ``length`` ids, as torch has them with sparse gradients."""
+    """The rival of `max` and `firstn`: pools bags of ``length`` ids in torch, with sparse gradients."""
 
     def __init__(self, rows: int, dim: int, length: int, combiner: Any) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Setup:
         return [ours, many, theirs]
 
     def graphs(self) -> list[Call]:
-        """Whole steps as captured graphs, whose ids are copied in before each replay."""
+        """Complete steps as captured graphs; ids are copied in before each replay."""
         made = []
         for module, grad, batches in ((self.bag, self.grad, self.joint), (self.collection, self.wide, self.keyed)):
             values = (batches[0][0] if isinstance(batches[0], tuple) else batches[0].values()).clone()
@@ -210,7 +210,7 @@ def gpu(args: Any) -> None:
             try:
                 graphs = medians(setup.graphs(), args.repeats, 10, "cuda")
                 line(f"{title}: step as a graph", NAMES, [*graphs, times[2]], 2, "(goal 0.6x)")
-            except Exception as error:  # told, and the rest is measured
+            except Exception as error:  # printed; the rest is still measured
                 print(f"{title}: no graph: {type(error).__name__}: {error}")
             del setup
             torch.cuda.empty_cache()
@@ -227,7 +227,7 @@ def gpu(args: Any) -> None:
 
 
 class Dlrm(nn.Module):
-    """26 features and 13 numbers, a bottom and a top net, and dot products between."""
+    """26 features and 13 numbers, a bottom and a top net, and dot products between them."""
 
     def __init__(self, bag: nn.Module, features: int, dim: int) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ def cpu(args: Any) -> None:
 
 
 def new_rows(args: Any, dim: int = 16, batch: int = 65_536) -> None:
-    """Steps on new ids from an empty table on, against steps on ids that it knows."""
+    """Steps on new ids, starting with an empty table, against steps on known ids."""
     total = args.new_rows
     if args.touch:
         torch.empty(int(args.touch * (1 << 30)), dtype=torch.uint8).fill_(1)
@@ -383,8 +383,8 @@ def main() -> None:
         "--touch",
         type=float,
         default=0,
-        help="GiB of memory to write once and give back before rows are made: the first use that a virtual machine "
-        "makes of its memory is slower than any later one",
+        help="GiB of memory to write once and free before rows are made, because in a virtual machine the first use "
+        "of memory is slower than later ones",
     )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument(
@@ -392,7 +392,7 @@ def main() -> None:
         default="",
         help="cpu: one of forward, tables, new, few; cuda: one of 8192x1, 8192x10, 65536x1, combiners, dlrm",
     )
-    parser.add_argument("--batches", type=int, default=8, help="different batches, which take turns")
+    parser.add_argument("--batches", type=int, default=8, help="number of different batches, which are used in turn")
     args = parser.parse_args()
     print(machine())
     gpu(args) if args.device == "cuda" else cpu(args)

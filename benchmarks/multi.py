@@ -1,10 +1,10 @@
-"""Many tables in one call against one call per table, and what an admission filter costs.
+"""Many tables in one call against one call per table, and the cost of an admission filter.
 
     python -m benchmarks.multi
     python -m benchmarks.multi --json out.json
 
-Both sides run in turns in one process; printed are the fastest of nine runs, since
-other work on the machine only ever adds to a time, and their ratio (other / ours).
+Both sides take turns in one process. Printed are the fastest of nine runs, because other work on the machine only adds
+to a time, and the ratio other / ours.
 """
 
 import argparse
@@ -38,7 +38,7 @@ REPEATS = 9
 
 @dataclass
 class Row:
-    """One comparison; milliseconds."""
+    """One comparison, in milliseconds."""
 
     name: str
     other: str
@@ -69,7 +69,7 @@ def compare(name: str, other: str, ours: Callable[[], Any], theirs: Callable[[],
 
 
 def fused(tables: int, shards: int, block: int, dim: int) -> list[Row]:
-    """K tables with the ids of N shards."""
+    """Compares fused calls for K tables and the ids of N shards with one call per block."""
     reset_registry()
     multi = MultiHashTable.from_configs({f"t{i:03}": config(dim) for i in range(tables)})
     parts = list(multi.tables.values())
@@ -100,7 +100,7 @@ def fused(tables: int, shards: int, block: int, dim: int) -> list[Row]:
 
 
 def admission(n: int, dim: int) -> list[Row]:
-    """A batch of ids of which most were never seen, with and without a filter in front."""
+    """Compares batches of mostly new ids with and without an admission filter."""
     thresholds = SlotOccurrenceThresholdConfig(default_occurrence_threshold=2).SerializeToString()
     rows = []
     for dedup in (False, True):
@@ -120,7 +120,7 @@ def admission(n: int, dim: int) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.multi", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="also keep the numbers here")
+    parser.add_argument("--json", metavar="FILE", help="also write the numbers to this file")
     options = parser.parse_args()
     torch.manual_seed(0)
     versions = f"shoal {shoal.__version__}, torch {torch.__version__}, Python {platform.python_version()}"

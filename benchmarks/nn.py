@@ -1,10 +1,10 @@
-"""A whole embedding step (lookup, pooling, backward, Adagrad) against `nn.EmbeddingBag` with a sparse optimizer.
+"""A complete embedding step (lookup, pooling, backward, Adagrad) against `nn.EmbeddingBag` with a sparse optimizer.
 
     python -m benchmarks.nn
     python -m benchmarks.nn --rows 4000000 --json out.json
 
-Ours and the rival take turns in one process, each on a batch that is new to the caches. Printed are the fastest runs,
-since other work on the machine only ever adds to a time, and rival over ours (larger is better).
+Ours and the rival take turns in one process, each on a batch that is new to the caches. The fastest runs are
+printed, because other work on the machine only adds to a time, with the ratio rival / ours (larger is better).
 """
 
 import argparse
@@ -29,7 +29,7 @@ def seconds(f: Callable[..., Any], *args: Any) -> float:
 
 
 def compare(rows: int, bags: int, length: int, dim: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds of the fastest run of both, forward alone and the whole step."""
+    """Milliseconds of the fastest run of both sides, for the forward and for the complete step."""
     generator = torch.Generator().manual_seed(0)
     n = bags * length
     offsets = torch.arange(0, n + 1, length)
@@ -62,7 +62,7 @@ def compare(rows: int, bags: int, length: int, dim: int, repeats: int) -> dict[s
     for number in range(repeats + 2):
         for name, pair in runs.items():
             ids = torch.randint(rows, (2, n), generator=generator)
-            for which in (0, 1) if number % 2 else (1, 0):  # each on a batch that neither has just seen
+            for which in (0, 1) if number % 2 else (1, 0):  # each on a batch that neither side has just used
                 took = seconds(pair[which], ids[which])
                 if number >= 2:
                     times[name][which].append(took)

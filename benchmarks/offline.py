@@ -1,4 +1,4 @@
-"""How fast checkpoints are read, compared and rewritten without a table, against the restore of the same files."""
+"""Speed of the offline checkpoint tools, against restoring the same files into a table."""
 
 from __future__ import annotations
 

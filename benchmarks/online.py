@@ -1,4 +1,4 @@
-"""Real-time training: streams, joining, and the whole system from an event to an answer.
+"""Real-time training: streams, joining, and the complete system from an event to an answer.
 
     python -m benchmarks.online
     python -m benchmarks.online --only join --open 10
@@ -6,22 +6,22 @@
     taskset -c 0,1 python -m benchmarks.online --only fresh --seconds 60
     taskset -c 0,1 python -m benchmarks.online --only replay --hours 24 --speed 100
 
-- **join**: `shoal join` from two folders of JSON lines into a third, in one process on one core with a budget of 1 GiB:
-  millions of open impressions, each stream shuffled by up to an hour. The samples are compared, all of them and in
-  order, with an offline join in numpy.
+- **join**: `shoal join` from two folders of JSON lines into a third, in one process on one core with a budget of 1 GiB
+  and millions of open impressions; each stream is shuffled by up to an hour. All samples are compared, in order, with
+  an offline join in numpy.
 - **read**: a Redis stream and a partition of librdkafka's mock broker into batches of labels, numbers and ids, against
   the bare client that fetches the same records and does nothing with them.
-- **kills**: impressions and actions come in two Redis streams, are joined, and learnt by one trainer with its rows on
-  two parameter servers; trainer, joiner, broker and servers are killed again and again. Joined samples, rows and
-  weights are compared with those of a run without.
-- **fresh**: the whole system under `shoal up`, at 5,000 samples a second: from an impression and its action, both
-  produced, to the first answer of a replica that shows them.
-- **replay**: a day of the demo's stream at 100 times its rate through the same system: memory of every process and
-  freshness in the last quarter against the second, and the AUC of replica and trainer for the same samples at the same
-  time: this process asks the replica for each sample that the joiner made, then hands it to the trainer, which predicts
-  it before it learns it. What the replica says when an impression is shown is told as well, and at the end whether its
-  answers at rest are those of the trainer's last export.
-- **up**: `shoal up` from nothing to the first live prediction, with what `shoal up --init` writes.
+- **kills**: impressions and actions from two Redis streams are joined and learnt by one trainer with its rows on two
+  parameter servers; trainer, joiner, broker and servers are killed repeatedly. Joined samples, rows and weights are
+  compared with those of a run without kills.
+- **fresh**: the complete system under `shoal up`, at 5,000 samples per second: the time from producing an impression
+  and its action to the first prediction of a replica that shows them.
+- **replay**: a day of the demo's stream at 100 times its rate through the same system. It compares memory and freshness
+  in the last quarter with those in the second, and the AUC of replica and trainer for the same samples at the same
+  time: this process asks the replica for each joined sample, then passes it to the trainer, which predicts it before
+  learning it. It also reports the AUC of the replica when impressions are shown, and compares the replica's predictions
+  at the end with the trainer's last export.
+- **up**: `shoal up` from nothing to the first live prediction, with the files of `shoal up --init`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PARTS = ("read", "join", "kills", "up", "fresh", "replay")
 
 
 def write_events(folder: Path, times: np.ndarray, arrival: np.ndarray, text: Any) -> float:
-    """Files of lines in the order of arrival; their bytes."""
+    """Writes files of lines in the order of arrival; returns their bytes."""
     folder.mkdir()
     order, size = np.argsort(arrival, kind="stable"), 0
     for part in range(0, len(order), 1_000_000):
@@ -61,10 +61,10 @@ def write_events(folder: Path, times: np.ndarray, arrival: np.ndarray, text: Any
 
 
 def join(report: Report, flags: Any) -> None:
-    """Ours against the goals; there is no rival that spills within a budget in one process."""
+    """`shoal join` against the goals; no rival joins with a memory budget in one process."""
     rng = np.random.default_rng(1)
     count = int(flags.open * 2e6)
-    # A window of an hour and an hour of disorder: at a time those of two hours are open, less a few at the edges.
+    # With windows of an hour and an hour of disorder, the impressions of two hours are open, minus a few at the edges.
     hours = 3.7
     shown = np.round(1.7e9 + rng.random(count) * hours * HOUR, 6)
     acted = rng.choice(count, count // 20, replace=False)
@@ -134,7 +134,7 @@ def join(report: Report, flags: Any) -> None:
 
 
 def compare(folder: Path, shown: np.ndarray, arrival: np.ndarray, acted: np.ndarray, delay: np.ndarray) -> int:
-    """How many places of the output differ from the offline join, by impression, label and order."""
+    """The number of samples that differ from the offline join in impression, label or position."""
     label = np.zeros(len(shown), np.int64)
     micros = (shown * 1e6).astype(np.int64)
     acts = (np.round(shown[acted] + delay, 6) * 1e6).astype(np.int64)
@@ -152,20 +152,20 @@ def main() -> None:
     made = parser(__doc__ or "")
     made.add_argument("--only", choices=PARTS, help="one part")
     made.add_argument("--open", type=float, default=10.0, help="join: millions of open impressions")
-    made.add_argument("--memory", default="1GiB", help="join: the budget")
+    made.add_argument("--memory", default="1GiB", help="join: the memory budget")
     made.add_argument("--dir", help="where to write files; join: about 1 GiB per 4 million impressions")
     made.add_argument("--records", type=int, default=400_000, help="read: entries of the Redis stream")
-    made.add_argument("--seconds", type=float, default=600.0, help="kills, fresh: how long records arrive")
+    made.add_argument("--seconds", type=float, default=600.0, help="kills, fresh: seconds for which records arrive")
     made.add_argument("--sample-rate", type=float, default=5000.0, help="fresh: samples per second")
     made.add_argument(
         "--servers", type=int, default=1, help="fresh, replay: parameter servers; 0: rows are the trainer's"
     )
-    made.add_argument("--replicas", type=int, default=1, help="fresh, replay: how many")
-    made.add_argument("--hours", type=float, default=24.0, help="replay: how much of the day")
-    made.add_argument("--speed", type=float, default=100.0, help="replay: how much faster than it was")
+    made.add_argument("--replicas", type=int, default=1, help="fresh, replay: number of replicas")
+    made.add_argument("--hours", type=float, default=24.0, help="replay: hours of the day to replay")
+    made.add_argument("--speed", type=float, default=100.0, help="replay: speed, in multiples of real time")
     made.add_argument("--rate", type=float, default=1000.0, help="kills: records per second")
-    made.add_argument("--kills", type=int, default=30, help="kills: how many")
-    made.add_argument("--seed", type=int, default=1, help="kills: when, and whom")
+    made.add_argument("--kills", type=int, default=30, help="kills: number of kills")
+    made.add_argument("--seed", type=int, default=1, help="kills: seed of times and victims")
     flags = made.parse_args()
     report = Report("online")
     report.start()

@@ -1,9 +1,9 @@
-"""A whole system under `shoal up`, fed by two Redis streams, and the part `fresh` of `benchmarks.online`.
+"""A complete system under `shoal up`, fed by two Redis streams, and the part `fresh` of `benchmarks.online`.
 
     taskset -c 0,1 python -m benchmarks.online --only fresh --seconds 60
 
-Redis, the joiner, the trainer, parameter servers and replicas are processes of their own; this one produces impressions
-and actions, and asks the replicas as a client does.
+Redis, the joiner, the trainer, parameter servers and replicas are separate processes; this one produces impressions and
+actions, and asks the replicas for predictions.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class System:
         return [f"127.0.0.1:{one['ports']['grpc']}" for one in self.processes() if one["kind"] == "replica"]
 
     def wait(self, row: dict[str, list[Any]]) -> None:
-        """Until a replica answers."""
+        """Waits until a replica answers."""
         end = time.monotonic() + START_S
         while True:
             try:
@@ -111,7 +111,7 @@ class System:
         return "\n".join(f"{path.name}: {path.read_text()[-600:]}" for path in sorted(self.run.glob("logs/*")))
 
     def memory(self) -> dict[str, float]:
-        """MB that each process has in memory."""
+        """Resident memory of each process, in MB."""
         found = {}
         for one in self.processes():
             try:
@@ -122,7 +122,7 @@ class System:
         return found
 
     def stop(self) -> None:
-        """As Ctrl-C does: the trainer saves what it has."""
+        """Stops like Ctrl-C: the trainer writes a checkpoint."""
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(90)
@@ -139,10 +139,10 @@ class System:
 def system(
     flags: Any, fields: dict[str, str], *, window_s: float, batch: int, auc_window: int, train: str | None = None
 ) -> Iterator[System]:
-    """Everything, started.
+    """Starts the complete system.
 
     Args:
-        train: the stream that the trainer reads, where it is not the joiner's.
+        train: the stream that the trainer reads, if it is not the joiner's output.
     """
     with tempfile.TemporaryDirectory(dir=flags.dir) as given, RedisServer(Path(given) / "redis") as broker:
         folder = Path(given)
@@ -174,9 +174,9 @@ def system(
 
 
 class Produced:
-    """Impressions at a rate and actions for some of them; ten times a second an impression whose action comes at once.
+    """Produces impressions at a rate, and actions for some of them; ten per second are probes, with an action at once.
 
-    The feature ``probe`` of such a one is a word that no other impression has."""
+    The feature ``probe`` of a probe is a word that no other impression has."""
 
     def __init__(self, running: System, rate: float) -> None:
         self._system, self._rate = running, rate
@@ -184,7 +184,7 @@ class Produced:
         self._waiting: list[tuple[float, str]] = []
         self.count = 0
         self.probes: list[float] = []
-        """When each had been produced, with its action."""
+        """When each probe and its action had been produced."""
 
     def _impression(self, now: float, probe: str) -> dict[str, Any]:
         self.count += 1
@@ -222,7 +222,7 @@ def percentiles(ages: list[float]) -> tuple[float, float]:
 
 
 def fresh(report: Report, flags: Any) -> None:
-    """From an impression and its action, both produced, to an answer that shows them."""
+    """The time from producing an impression and its action to a prediction that shows them."""
     with system(
         flags, dict.fromkeys(("user", "item", "probe"), ""), window_s=WINDOW_S, batch=256, auc_window=20_000
     ) as running:

@@ -1,4 +1,4 @@
-"""The part `replay` of `benchmarks.online`: a day of the demo's stream through a whole system, faster than it was.
+"""The part `replay` of `benchmarks.online`: a day of the demo's stream through the system, faster than real time.
 
 taskset -c 0,1 python -m benchmarks.online --only replay --hours 24 --speed 100
 """
@@ -37,7 +37,7 @@ PROBE_ROW: dict[str, Any] = {name: [] if name == "tags" else "0" for name in FIE
 
 
 class Day:
-    """A day of the demo's stream as impressions, with probes among them that are always clicked."""
+    """A day of the demo's stream as impressions, including probes, which are always clicked."""
 
     def __init__(self, hours: float, speed: float) -> None:
         batches = [one for one in stream(StreamConfig(days=2)) if one.day == 1]
@@ -77,7 +77,7 @@ def predicted(client: Client, rows: list[dict[str, Any]]) -> list[float]:
 
 
 class Asked(threading.Thread):
-    """What the replicas say of each impression at the moment at which it is shown."""
+    """The replicas' predictions for each impression at the moment when it is shown."""
 
     def __init__(self, running: System, day: Day) -> None:
         super().__init__(daemon=True)
@@ -108,9 +108,9 @@ class Asked(threading.Thread):
 
 
 class Judge(Asked):
-    """Stands between joiner and trainer: replicas are asked for each sample, and then the trainer gets it.
+    """Between joiner and trainer: asks a replica for each sample, then passes the sample to the trainer.
 
-    Both are asked at the same time then, and no replica can have learnt what it is asked for.
+    So both predict at the same time, and no replica can have learnt the sample that it is asked for.
     """
 
     def __init__(self, running: System, day: Day) -> None:
@@ -120,7 +120,7 @@ class Judge(Asked):
         self.order: list[int] = []
         """The impressions, in the order in which the trainer learns them."""
         self.delays: list[float] = []
-        """Seconds for which samples were held up."""
+        """Seconds by which samples were delayed."""
 
     def run(self) -> None:
         while (chunks := self._reader.poll(256, 0.1)) or not self._done.is_set():
@@ -134,7 +134,7 @@ class Judge(Asked):
 
 
 def replay(report: Report, flags: Any) -> None:
-    """A day of the demo's stream: impressions at ``speed`` times their rate, clicks a little later."""
+    """Replays a day of the demo's stream: impressions at ``speed`` times their rate, clicks a little later."""
     day = Day(flags.hours, flags.speed)
     fields = {**dict.fromkeys((*FIELDS, "probe"), ""), "tags": "list = true"}
     with system(flags, fields, window_s=2, batch=64, auc_window=len(day.rows), train=JUDGED) as running:
@@ -160,7 +160,7 @@ def replay(report: Report, flags: Any) -> None:
 
 
 def at_rest(running: System, rows: list[dict[str, Any]]) -> list[float]:
-    """What the replica says when its answers do not change any more."""
+    """The replica's predictions once they no longer change."""
     end, before = time.monotonic() + 120, []
     with Client(running.registry, model=MODEL) as client:
         while (found := predicted(client, rows)) != before and time.monotonic() < end:
@@ -170,7 +170,7 @@ def at_rest(running: System, rows: list[dict[str, Any]]) -> list[float]:
 
 
 def exported(running: System, rows: list[dict[str, Any]]) -> list[float]:
-    """What the version says that the trainer wrote at its end."""
+    """The predictions of the version that the trainer exported at its end."""
     config = ModelServerConfig()
     config.model_config_list.config.append(gen_model_config(MODEL, str(running.run / "exports" / MODEL)))
     server = ModelServer(config=config, poll_wait_seconds=0).start()
@@ -186,7 +186,7 @@ def probe_row(probes: list[str]) -> dict[str, list[Any]]:
 
 
 def play(running: System, day: Day, asked: Asked) -> tuple[list[float], list[tuple[float, dict[str, float]]]]:
-    """Produces the day and asks replicas for each impression: when each was produced, and memory every two seconds."""
+    """Produces the day and asks replicas for each impression; returns production times, and memory every 2 s."""
     made, probes = random.Random(2), set(day.probes)
     shown_at: list[float] = []
     waiting: list[tuple[float, str]] = []
@@ -212,7 +212,7 @@ def play(running: System, day: Day, asked: Asked) -> tuple[list[float], list[tup
 
 
 def trained_scores(running: System) -> list[float]:
-    """What the trainer predicted of each sample before it learnt it, in that order, as its last checkpoint has it."""
+    """The trainer's prediction of each sample before learning it, in that order, from its last checkpoint."""
     newest = max((running.run / "checkpoints").glob("ckpt-*"), key=lambda path: int(path.name.split("-")[1]))
     return load_file(newest / "rank-00000.safetensors")["metrics.scores"].tolist()
 
@@ -220,7 +220,7 @@ def trained_scores(running: System) -> list[float]:
 def report_replay(
     report: Report, day: Day, asked: Asked, joined: Judge, trained: dict[int, float], seconds: float
 ) -> None:
-    """Of the samples of the second half of the day, without probes."""
+    """Reports figures of the samples of the second half of the day, without probes."""
     later = set(range(len(day.rows) // 2, len(day.rows))) - set(day.probes)
     numbers = [i for i in joined.order if i in later and i in asked.scores]
     labels = torch.tensor([day.clicked[i] for i in numbers])
@@ -238,7 +238,7 @@ def report_replay(
 
 
 def freshness(report: Report, watcher: Watcher, probes: list[float], begun: float, seconds: float) -> None:
-    """Of the second quarter against the last one."""
+    """Compares the freshness of the last quarter with that of the second."""
     medians = []
     for quarter in (1, 3):
         first = bisect.bisect(probes, begun + seconds * quarter / 4)

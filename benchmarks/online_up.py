@@ -1,8 +1,8 @@
-"""`shoal up` from nothing to the first live prediction, with what `shoal up --init` writes; a part of `online`.
+"""`shoal up` from nothing to the first live prediction, with the files of `shoal up --init`; a part of `online`.
 
     python -m benchmarks.online --only up
 
-The clock starts when the command is typed and stops at the first answer whose model has learnt something: the trainer
+The clock starts when the command starts and stops at the first answer whose model has learnt something: the trainer
 has pushed at least once. Nothing exists before: no checkpoints, no exports, no registry.
 """
 
@@ -52,7 +52,7 @@ def _shoal(*arguments: str) -> list[str]:
 
 
 def _first_answers(state: Path, began: float, process: subprocess.Popen[bytes]) -> tuple[float, float]:
-    """Seconds to the first answer, and to the first that differs from it, as an untrained model never does."""
+    """Seconds to the first answer, and to the first one that differs from it, which needs a trained model."""
     before: float | None = None
     answered = 0.0
     while time.monotonic() - began < DEADLINE_S:

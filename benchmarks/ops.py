@@ -1,12 +1,12 @@
-"""Distribution ops against the same work composed of torch ops, and against FBGEMM where it has the op.
+"""Distribution ops against the same work composed of torch ops, and against FBGEMM if it has the op.
 
-    python -m benchmarks.ops                    # everything, at the sizes of the specification
+    python -m benchmarks.ops                    # everything, at full size
     python -m benchmarks.ops -k layout --json out.json
-    python -m benchmarks.ops -k lookup --profile traces     # and a trace of one call of each, for chrome://tracing
+    python -m benchmarks.ops -k lookup --profile traces     # also a trace of one call of each, for chrome://tracing
 
-Ours and the rival run in turns in one process; printed are the fastest of nine runs, since
-other work on the machine only ever adds to a time, the ratio rival / ours (larger is better; the medians' ratio is kept
-in the JSON), and how much a second thread brings.
+Ours and the rival take turns in one process. Printed are the fastest of nine runs, because other work on the machine
+only adds to a time, the ratio rival / ours (larger is better; the JSON also has the ratio of medians), and the gain
+from a second thread.
 """
 
 import argparse
@@ -38,7 +38,7 @@ except ImportError:
 
 @dataclass
 class Row:
-    """One comparison; times in milliseconds."""
+    """One comparison, with times in milliseconds."""
 
     name: str
     rival: str
@@ -49,13 +49,13 @@ class Row:
     median_ratio: float
     target: float
     threads_ratio: float | None = None
-    """Time with one thread over time with all, of ours."""
+    """Our time with one thread over our time with all."""
 
 
 ROWS: list[Row] = []
 REPEATS = 9
 TRACES: list[str] = []
-"""The folder that traces go to, if one was asked for."""
+"""The folder for traces, if ``--profile`` names one."""
 
 
 def seconds(f: Callable[[], Any]) -> float:
@@ -67,7 +67,7 @@ def seconds(f: Callable[[], Any]) -> float:
 def compare(
     name: str, ours: Callable[[], Any], rivals: dict[str, Callable[[], Any]], target: float, *, scale: bool = True
 ) -> None:
-    """Times ours and each rival in turns; the fastest rival counts."""
+    """Times ours and each rival in turn; the fastest rival counts."""
     threads = shoal.num_threads()
     for f in (ours, *rivals.values()):
         f()
@@ -97,7 +97,7 @@ def compare(
 
 
 def trace(name: str, f: Callable[[], Any]) -> None:
-    """One call under torch's profiler, outside of what is timed."""
+    """Writes a profiler trace of one call, which is not timed."""
     if TRACES:
         with torch.profiler.profile(record_shapes=True) as profiler, torch.profiler.record_function(name):
             f()
@@ -130,7 +130,7 @@ def reorder() -> None:
         if fbgemm_gpu:
             flat = torch.cat(unique)
             lengths = torch.tensor([len(u) for u in unique])
-            # Blocks as wide as the ids' range over the shards, as FBGEMM is used for row-wise sharding.
+            # Each block is the range of ids divided by the number of shards, as in FBGEMM's row-wise sharding.
             blocks = torch.full((len(inputs),), 2**62 // shards)
             compare(
                 f"fused_reorder_by_indices, {name}",
@@ -316,11 +316,10 @@ def unique() -> None:
         return ops.finalize_shared_tensor(handles, torch.float32, [None])
 
     def composed() -> torch.Tensor:
-        ids, id_splits, offset_splits, offsets, buffer = unique_reference.unique_key_with_value_and_offset(
+        ids, _, offset_splits, offsets, buffer = unique_reference.unique_key_with_value_and_offset(
             key.values, key.row_splits, dims, True
         )
         shard = ids % 10
-        row = torch.arange(10).repeat_interleave(id_splits.diff())
         out = buffer.view(-1, 16)
         for s in range(10):
             mine = (shard == s).nonzero().flatten()
@@ -329,7 +328,6 @@ def unique() -> None:
             nth = torch.arange(len(element)) - (repeats.cumsum(0) - repeats)[element]
             places = offsets[offset_splits[mine][element] + nth] // 16
             out[places] = values[s].view(-1, 16)[element]
-        del row
         return buffer
 
     distinct = ops.unique_key_with_value_and_offset(key, dims, False).unique_key
@@ -455,7 +453,7 @@ BENCHMARKS = {f.__name__: f for f in (reorder, lookup, fused_gather, reductions,
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__.splitlines()[0])
-    parser.add_argument("-k", default="", help=f"only benchmarks whose name holds this: {', '.join(BENCHMARKS)}")
+    parser.add_argument("-k", default="", help=f"run only those whose name contains this: {', '.join(BENCHMARKS)}")
     parser.add_argument("--json", help="also write the rows to this file")
     parser.add_argument("--profile", metavar="DIR", help="also write a trace of one call of each to this folder")
     options = parser.parse_args(argv)

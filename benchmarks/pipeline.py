@@ -2,10 +2,10 @@
 
     python -m benchmarks.pipeline [--only reader,gpu] [--repeats 5] [--json FILE]
 
-* ``reader``: the reader waits, as one of a remote store does, for as long as a step computes. Sequentially a step takes
-  both times, with a pipeline the longer one. Rows and weights must be equal afterwards.
-* ``gpu``: the same with rows and the dense part on a GPU; and a reader that does not wait, with large batches that
-  have to be copied to the device.
+* ``reader``: the reader waits as long as a step computes, like a reader of a remote store. A plain loop takes the sum
+  of both times, a pipeline the longer one. Rows and weights must be equal afterwards.
+* ``gpu``: the same with rows and the dense part on a GPU; and a reader that does not wait, with large batches that must
+  be copied to the device.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shoal.nn import HashEmbeddingBag
 from shoal.train import Pipeline
 
 STEPS, BAGS, DIM, IDS = 20, 26, 16, 100_000
-SIZES = {"cpu": (2048, 256), "cuda": (16_384, 2048)}  # samples and the width of the net: a step of some milliseconds
+SIZES = {"cpu": (2048, 256), "cuda": (16_384, 2048)}  # samples and width of the net, for a step of a few milliseconds
 
 
 class Clicks(nn.Module):
-    """A bag of 26 ids per sample, dense numbers, and a net above them."""
+    """A model with a bag of 26 ids per sample, dense numbers, and a net above them."""
 
     def __init__(self, device: str, numbers: int, width: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def batches(steps: int, size: int, numbers: int = 13) -> list[dict[str, torch.Te
 
 
 class Loop:
-    """A model that is trained batch after batch, from one call to the next."""
+    """A model and its training loop; each call trains it further."""
 
     def __init__(
         self, device: str, data: list[dict[str, torch.Tensor]], width: int, *, piped: bool = False, staleness: int = 0
@@ -93,7 +93,7 @@ class Loop:
 
 
 def loops(device: str, data: list[dict[str, torch.Tensor]], width: int) -> tuple[Loop, Loop, Loop]:
-    """Without a pipeline, with an exact one, and with one that has a staleness of 1."""
+    """Loops without a pipeline, with an exact one, and with one that has a staleness of 1."""
     return (
         Loop(device, data, width),
         Loop(device, data, width, piped=True),
@@ -109,7 +109,7 @@ def seconds_of(call: Callable[[], None], steps: int) -> float:
 
 
 def slow_reader(report: Report, device: str, repeats: int) -> None:
-    """Sequentially, with a pipeline, and with one that has a staleness of 1."""
+    """Compares the loops with a reader that waits as long as a step takes."""
     size, width = SIZES[device]
     data = batches(STEPS, size)
     step_s = seconds_of(Loop(device, data, width), STEPS)
@@ -127,7 +127,7 @@ def slow_reader(report: Report, device: str, repeats: int) -> None:
 
 
 def large_batches(report: Report, repeats: int) -> None:
-    """What a step waits for is the copy to the device, from memory that is not pinned."""
+    """Compares the loops with batches whose copy to the device, from memory that is not pinned, takes long."""
     data = batches(STEPS, 16_384, 256)
     plain, exact, stale = loops("cuda", data, 256)
     times = [median(one) / STEPS for one in interleaved([plain, exact, stale], repeats)]
@@ -143,7 +143,7 @@ def large_batches(report: Report, repeats: int) -> None:
 
 def main() -> None:
     flags = parser(__doc__ or "")
-    flags.add_argument("--only", default="reader,gpu", help="parts, separated by commas")
+    flags.add_argument("--only", default="reader,gpu", help="parts to run, separated by commas")
     given = flags.parse_args()
     report = Report("pipeline (ours: with, rival: without)")
     report.start()

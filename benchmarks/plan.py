@@ -1,12 +1,13 @@
-"""How near `shoal plan` comes to real runs: one process, ranks by all-to-all, a worker and a parameter server.
+"""Predictions of `shoal plan` against real runs: one process, ranks by all-to-all, a worker and a parameter server.
 
     python -m benchmarks.plan                     # 1 and 2 ranks
     python -m benchmarks.plan --ranks 1,2,4,8     # on 16 cores
 
-Costs are measured first. Then ten steps of each model are timed in one process (in as many at once as there will be
-ranks, since they share this machine), and the model is trained for real: its tables by row, by table and as copies on
-each number of ranks, and on a parameter server. Predicted is what follows from the costs and from those ten steps. The
-claim: within 20 % in the median and 35 % at worst.
+Costs are measured first. Then ten steps of each model are timed in one process (in as many processes at once as there
+will be ranks, because they share this machine). Then the model is trained: with its tables by row, by table and as
+copies on each number of ranks, and on a parameter server. Predictions are made from the costs and from those ten steps.
+The
+goal: within 20 % in the median and 35 % at worst.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ WORST, MEDIAN = 1.35, 1.20
 IDS = 300_000
 WAYS = ("row", "table", "data")
 STEPS = 16
-CASES: list[dict[str, Any]] = [  # of each table: dim, ids per sample
+CASES: list[dict[str, Any]] = [  # for each table: dim, ids per sample
     {"tables": [(16, 20)], "batch": 2048, "hidden": 128},
     {"tables": [(64, 20)], "batch": 1024, "hidden": 128},
     {"tables": [(16, 5)], "batch": 512, "hidden": 512},
@@ -84,7 +85,7 @@ class Step:
         self.dense.step()
 
     def timed(self, steps: int = STEPS) -> dict[str, Any]:
-        """Every rank takes the same number of steps."""
+        """Times steps; every rank makes the same number of them."""
         for _ in self.batches:
             self()
         times = []
@@ -165,7 +166,7 @@ def predicted(
 
 
 def runs_of(ranks: list[int]) -> Iterator[tuple[str, int, str, str, dict[str, Any], dict[str, Any]]]:
-    """What is run, on how many hosts, its layout, way and model, and what was measured."""
+    """For each run: its name, number of hosts, layout, way, model, and measured time."""
     from benchmarks import plan as own  # other processes find its functions by this name
 
     for count in ranks:
@@ -188,7 +189,7 @@ def runs_of(ranks: list[int]) -> Iterator[tuple[str, int, str, str, dict[str, An
 def main() -> None:
     made = parser(__doc__ or "")
     made.add_argument("--ranks", default="1,2", help="numbers of ranks, such as 1,2,4,8 on 16 cores")
-    made.add_argument("--parts", action="store_true", help="print what each prediction is made of")
+    made.add_argument("--parts", action="store_true", help="print the parts of each prediction")
     options = made.parse_args()
     report = Report("plan")
     report.start()

@@ -6,8 +6,8 @@
     python -m benchmarks.serving --only scaling  # and front, entry, overload, connections: see serving_load.py
     python -m benchmarks.serving --only gpu      # a DLRM on a GPU: see serving_gpu.py
 
-Servers, clients and trainer are processes of their own. The rival of Predict and of pushes is a bare gRPC server of
-the same library that answers the same bytes with the same bytes; both are measured in turn in the same run.
+Servers, clients and trainer are separate processes. The rival of Predict and of pushes is a bare gRPC server of the
+same library that answers the same requests with the same bytes; both take turns in the same run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LIMITS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_lengt
 
 
 def echo_server(answers: dict[int, bytes], ports: Any, stop: Any) -> None:
-    """Bare gRPC: answers a request with prepared bytes, by the request's length."""
+    """A bare gRPC server that answers a request with prepared bytes, chosen by the request's length."""
     server = grpc.server(futures.ThreadPoolExecutor(96), options=LIMITS)
     handler = grpc.unary_unary_rpc_method_handler(lambda request, context: answers.get(len(request), b""))
     server.add_generic_rpc_handlers(
@@ -55,7 +55,7 @@ def echo_server(answers: dict[int, bytes], ports: Any, stop: Any) -> None:
 
 
 def async_echo_server(answers: dict[int, bytes], ports: Any, stop: Any) -> None:
-    """The same on an event loop, as the model server has one."""
+    """The same server on an event loop, like the model server."""
 
     async def run() -> None:
         async def echo(request: bytes, context: Any) -> bytes:
@@ -91,7 +91,7 @@ def model_server(base: str, ports: Any, stop: Any, port: int = 0) -> None:
 
 
 def load(port: int, request: bytes, clients: int, seconds: float, out: Any, pause: float = 0.0) -> None:
-    """Closed loops of ``clients`` callers; puts (requests per second, sorted latencies, failures)."""
+    """Runs closed loops of ``clients`` callers; puts (requests per second, sorted latencies, failures)."""
 
     async def run() -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=LIMITS) as channel:
@@ -120,7 +120,7 @@ def load(port: int, request: bytes, clients: int, seconds: float, out: Any, paus
 
 
 class Process:
-    """A server process; its port, and its end."""
+    """A server process and its port."""
 
     def __init__(self, target: Any, *arguments: Any) -> None:
         ports, self.stop_event = mp.Queue(), mp.Event()
@@ -196,7 +196,7 @@ def request_of(batch: int) -> bytes:
     return encode_request(model_spec("m"), {alias: encode_tensor(value) for alias, value in inputs.items()})
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------
+# --- measurements -----------------------------------------------------------------------------------------------------
 
 
 def rows_by_codec(report: Any, quick: bool) -> None:
@@ -236,7 +236,8 @@ def rows_by_codec(report: Any, quick: bool) -> None:
 
 def push(report: Any, folder: Path, quick: bool) -> None:
     """100 k rows of dim 16 into a live serving table, against the same bytes into a bare server."""
-    from shoal.serving.sync.push import PushClient, encode_push
+    from shoal.serving.sync.monolith.push_client import PushClient
+    from shoal.serving.sync.push import encode_push
     from shoal.serving.sync.split import Delta, DeltaBatch, sendable_parts
 
     base = export(folder / "push", trained_table(200_000, "user_push"), 1)
@@ -273,7 +274,7 @@ def push(report: Any, folder: Path, quick: bool) -> None:
 
 
 def predict(report: Any, folder: Path, quick: bool) -> None:
-    """Predict at 64 clients against an echo of the same messages; p99 while rows are pushed; switches under load."""
+    """Predict with 64 clients against an echo of the same messages; p99 while rows are pushed; version switches."""
     table = trained_table(200_000, "user_predict")
     base = export(folder / "predict", table, 1)
     ours = Process(model_server, base)
@@ -307,7 +308,7 @@ def predict(report: Any, folder: Path, quick: bool) -> None:
 
 
 def raw(report: Any, folder: Path, quick: bool) -> None:
-    """Raw features against ids, of one model of `shoal train` on Criteo-like data, batches of 64."""
+    """Raw features against ids, with one model of `shoal train` on Criteo-like data, in batches of 64."""
     import numpy as np
 
     from shoal.data.generate import CriteoLike, write_criteo
@@ -356,7 +357,7 @@ def raw(report: Any, folder: Path, quick: bool) -> None:
 
 
 def under_pushes(report: Any, ours: Process, request: bytes, quick: bool) -> None:
-    """p99 of four paced clients at rest and while 100 k rows a second arrive, in turn."""
+    """p99 of four paced clients, in turn without pushes and while 100 k rows per second arrive."""
     stop = mp.Event()
     seconds = 3.0 if quick else 6.0
     rest, busy = [], []
@@ -374,8 +375,8 @@ def under_pushes(report: Any, ours: Process, request: bytes, quick: bool) -> Non
 
 
 def push_steadily(port: int, stop: Any) -> None:
-    """100 k rows a second, in small pushes so that they do not come in bursts."""
-    from shoal.serving.sync.push import PushClient
+    """Pushes 100 k rows per second, in small pushes so that there are no bursts."""
+    from shoal.serving.sync.monolith.push_client import PushClient
     from shoal.serving.sync.split import Delta, DeltaBatch
 
     client = PushClient(f"127.0.0.1:{port}")
@@ -389,7 +390,7 @@ def push_steadily(port: int, stop: Any) -> None:
 
 
 def switches(report: Any, folder: Path, table: Any, ours: Process, request: bytes, quick: bool) -> None:
-    """Versions replace each other while 16 clients ask."""
+    """Switches versions while 16 clients ask for predictions."""
     out = mp.Queue()
     seconds = 6.0 if quick else 12.0
     asking = mp.Process(target=load, args=(ours.port, request, 16, seconds, out), daemon=True)
@@ -410,7 +411,7 @@ def switches(report: Any, folder: Path, table: Any, ours: Process, request: byte
 
 
 def freshness(report: Any, folder: Path, quick: bool) -> None:
-    """100 k touched rows a second, two replicas, a round a second; one replica is killed and restarted on the way."""
+    """100 k touched rows per second, two replicas, one round per second; one replica is killed and restarted."""
     from shoal.serving import SyncBackend, SyncLoop, parameter_sync_client_from_config, set_address_table
 
     handle = parameter_sync_client_from_config(name_suffix="bench")
@@ -490,7 +491,7 @@ def freshness(report: Any, folder: Path, quick: bool) -> None:
 
 
 def compare(ids: torch.Tensor, expected: torch.Tensor) -> int:
-    """Ids whose score on a replica is not that of the trainer's row; the net is the exported one, so rows decide."""
+    """Ids whose score on a replica differs from that of the trainer's row, with the exported net."""
     from shoal.serving.client.remote import remote_predict
 
     wrong, net = 0, _EXPORTED["net"]

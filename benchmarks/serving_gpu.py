@@ -2,8 +2,9 @@
 
     python -m benchmarks.serving --only gpu
 
-The model is that of `shoal train`: 26 features of dim 64 in one table, bottom 512-256, top 512-256. Rows and net are on
-the card, the clients on other cores of the same host. Without a GPU the CPU serves, which shows the path alone.
+The model is the DLRM of `shoal train`: 26 features of dim 64 in one table, bottom 512-256, top 512-256. Rows and net
+are on the GPU, the clients on other cores of the same host. Without a GPU the CPU serves, which only tests the
+benchmark.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROWS, CLIENTS, KNOWN = 256, 64, 400_000
 
 
 def export(folder: Path, dim: int = 64) -> tuple[str, torch.Tensor]:
-    """A DLRM with many rows, and their ids."""
+    """Exports a DLRM with many rows; returns their ids."""
     from shoal.data.generate import CriteoLike, write_criteo
     from shoal.train.loop.trainer import trainer
     from shoal.trainer import load_config
@@ -55,7 +56,7 @@ def request_of(ids: torch.Tensor, seed: int) -> bytes:
 
 
 def stages(path: str, request: bytes, device: str, precision: str) -> str:
-    """Milliseconds of the steps of a batch, one after the other."""
+    """Milliseconds of each step of a batch."""
     from shoal.serving.server.loader import load_servable
     from shoal.serving.server.net.placement import Placement
     from shoal.serving.server.trained import BATCH, MadeInputs, made_inputs

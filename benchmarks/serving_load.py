@@ -1,11 +1,11 @@
-"""What a model server costs and takes: CPU per request, cores, shards, overload, connections. Parts of `serving.py`.
+"""A model server's cost and limits: CPU per request, cores, shards, overload, connections. Parts of `serving.py`.
 
     python -m benchmarks.serving --only front            # CPU time of the server per request, native against Python
     python -m benchmarks.serving --only scaling          # the server on 1, 2, 4, 8 cores, load from the others
     python -m benchmarks.serving --only entry overload connections
 
-CPU time is what the kernel counts for the server's process. The load of `scaling` and `overload` is made by a native
-client of our own (`_core.http2_load`), so that machines without h2load can run it.
+CPU time is what the kernel counts for the server's process. Our own native client (`_core.http2_load`) makes the load
+of `scaling` and `overload`, so that machines without h2load can run them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 def served(
     path: str, ports: Any, stop: Any, cores: list[int] | None = None, fields: dict[str, Any] | None = None
 ) -> None:
-    """A ``ModelServer`` process, on some cores only; reports (gRPC port, REST port or None)."""
+    """Runs a ``ModelServer``, on some cores only; reports (gRPC port, REST port or None)."""
     if cores:
         os.sched_setaffinity(0, cores)
     from shoal import set_num_threads
@@ -72,7 +72,7 @@ class Served(base.Process):
 
 @dataclass(frozen=True)
 class Load:
-    """How a load went."""
+    """The result of a load."""
 
     rate: float
     """Good answers per second."""
@@ -90,7 +90,7 @@ def native_load(
     port: int, request: bytes | list[bytes], *, threads: int = 1, cores: list[int] | None = None, connections: int = 4,
     calls: int = 16, seconds: float = 3.0, rate: float = 0.0, timeout_ms: int = 0,
 ) -> Load:  # fmt: skip
-    """Calls of native clients: each answer makes the next one, or at a rate. ``request``: also one for each thread."""
+    """Calls by native clients, one after another or at a rate. ``request`` can also be a list, one per thread."""
     from shoal import _core
 
     requests = request if isinstance(request, list) else [request] * threads
@@ -114,7 +114,7 @@ def native_load(
 
 
 def front(report: Any, folder: Path, quick: bool) -> None:
-    """Server CPU per request of 64 clients, both front ends in turn."""
+    """Server CPU per request with 64 clients; both front ends take turns."""
     path = base.export(folder / "front", base.trained_table(200_000, "user_front"), 1)
     servers = {kind: Served(path, front=kind) for kind in ("native", "python")}
     for batch, goal in ((1, 120), (64, 250)):
@@ -144,7 +144,7 @@ def scaling(report: Any, folder: Path, quick: bool) -> None:
     most = 8 if len(cores) >= 10 else max(1, len(cores) // 2)
     loading = cores[most:] or cores
     counts = [count for count in (1, 2, 4, 8) if count <= most]
-    with ThreadPoolExecutor(len(counts)) as pool:  # they start side by side, and wait
+    with ThreadPoolExecutor(len(counts)) as pool:  # the servers start at the same time, and wait
         servers = list(pool.map(lambda count: Served(path, cores[:count], front="native", max_waiting=1 << 20), counts))
     requests = {batch: base.request_of(batch) for batch in (1, 64)}
     before = dict.fromkeys(requests, 0.0)
@@ -184,7 +184,7 @@ class HeavyNet(torch.nn.Module):
 
 
 def overload(report: Any, folder: Path, quick: bool) -> None:
-    """Three times what the server can answer, for a minute."""
+    """A load of three times the server's capacity, for a minute."""
     from shoal.serving import Feature, ModelExporter
 
     torch.manual_seed(1)
@@ -252,7 +252,7 @@ def entry_server(path: str, ports: Any, stop: Any, shards: list[int]) -> None:
 
 
 def entry(report: Any, folder: Path, quick: bool) -> None:
-    """One client of an entry whose eight shards take two milliseconds each."""
+    """One client asks an entry whose eight shards take two milliseconds each."""
     from shoal.serving import ExportMode, Feature, ModelExporter
     from shoal.serving.predict import encode_request, encode_response, model_spec
     from shoal.serving.tensors import encode_tensor
@@ -293,7 +293,7 @@ def whole(answer: bytes) -> bool:
 
 
 def connections(report: Any, folder: Path, quick: bool) -> None:
-    """Threads and memory with 200 busy connections, and with 2,000 idle ones besides, over REST and over gRPC."""
+    """Threads and memory with 200 busy connections, and with 2,000 idle ones each of REST and gRPC in addition."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     path = base.export(folder / "connections", base.trained_table(200_000, "user_connections"), 1)
@@ -330,7 +330,7 @@ def connections(report: Any, folder: Path, quick: bool) -> None:
         for each in plain:
             each.sendall(hello)
         more_threads, more_resident = work(busy)
-        list(pool.map(ask, rest))  # they are still there
+        list(pool.map(ask, rest))  # the connections are still open
     extra = (more_resident - resident) / 2**20
     figure = f"{more_threads} threads, {more_resident / 2**20:.0f} MiB; without {threads}, {resident / 2**20:.0f} MiB"
     report(f"{IDLE} idle connections each of REST and gRPC", figure, more_threads / threads, "threads as with 200")

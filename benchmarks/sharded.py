@@ -2,7 +2,7 @@
 
     python -m benchmarks.sharded [--only ps,latency,forward,sync,torchrec,pipeline,partitioned,log,memory,ways]
 
-Every figure is a ratio of two things measured in turns in the same run; medians over ``--rounds`` turns.
+Every figure is a ratio of two medians over ``--rounds`` turns; both sides take turns in the same run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 ROWS: list[dict[str, Any]] = []
-TRANSPORTS = {"gloo": "0", "shared memory": "1"}  # what our ranks exchange through: SHOAL_SHARED_MEMORY
+TRANSPORTS = {"gloo": "0", "shared memory": "1"}  # how our ranks exchange data: values of SHOAL_SHARED_MEMORY
 
 
 def report(what: str, ours: float, unit: str, against: str, theirs: float, ratio: float, wanted: str) -> None:
@@ -81,7 +81,7 @@ def _serve(pipe, shard, of, durability, directory):
 
 
 def _echo(pipe):
-    """Answers [n bytes of reply as text, data] with that many bytes: what a parameter server sends, and no work."""
+    """Answers [n as text, data] with n bytes: what a parameter server would send, without its work."""
     import zmq
 
     context = zmq.Context()
@@ -116,7 +116,7 @@ def _grpc_echo(pipe):
 
 
 class Processes:
-    """Servers of one kind, each in a process of its own."""
+    """Servers of one kind, each in a separate process."""
 
     def __init__(self, target, arguments) -> None:
         context = multiprocessing.get_context("spawn")
@@ -318,7 +318,7 @@ def bench_log(args) -> None:
 
 
 def bench_forward(args) -> None:
-    """A training forward of known ids: a read, so a log costs it nothing."""
+    """A training forward of known ids, which only reads, so that a log costs it nothing."""
     from shoal import nn as snn
     from shoal.sharded import PsClient, ps_table
     from shoal.table.protocol import Features, groups_of
@@ -621,7 +621,7 @@ def _torchrec_rank(rank, world, rounds):
     torch.manual_seed(rank)
     tables, rows, dim, b = 4, 500_000, 64, 4096
     shoal.set_num_threads(1)
-    torch.set_num_threads(1)  # as torchrun has it; more threads than cores make both sides wait for spinning ones
+    torch.set_num_threads(1)  # as under torchrun; with more threads than cores, both sides would wait for spinning ones
     names = [f"t{i}" for i in range(tables)]
     ids = {name: torch.randint(0, rows, (b,)) for name in names}
     ours = [AllToAllHashTable(dim, optimizer="sgd", lr=0.1, initializer="zeros", name=name) for name in names]
@@ -647,7 +647,7 @@ def _torchrec_rank(rank, world, rounds):
     except Exception as error:
         print(f"TorchRec did not run: {type(error).__name__}: {error}")
     times = {name: [] for name in calls}
-    steps = 5  # in a row, so that neither side begins with what the other left in the caches
+    steps = 5  # consecutive, so that neither side starts with the caches of the other
     for _ in range(rounds + 1):
         for name, call in calls.items():
             dist.barrier()
@@ -698,7 +698,7 @@ def _torchrec_step(rank, world, names, rows, dim, b, ids, grads):
 
 
 def _table_wise_step(rank, world, names, rows, dim, b, ids, upstream):
-    """TorchRec's exchanges in plain torch: lengths, ids, pooled rows and gradients, a table on one rank as a whole."""
+    """TorchRec's exchanges in plain torch: lengths, ids, pooled rows and gradients, with each table on one rank."""
     owner = [k % world for k in range(len(names))]
     order = sorted(range(len(names)), key=lambda k: owner[k])
     own = [k for k in order if owner[k] == rank]
@@ -767,13 +767,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(BENCHES))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ranks", default="2", help="of the ways run, such as 2,4,8 on 16 cores")
+    parser.add_argument("--ranks", default="2", help="numbers of ranks for ways, such as 2,4,8 on 16 cores")
     parser.add_argument("--ids", type=int, default=1_000_000)
-    parser.add_argument("--requests", type=int, default=200_000, help="of the memory run; 10000000 for the full one")
-    parser.add_argument("--dir", default=None, help="where the log benchmark writes; a real disk")
+    parser.add_argument("--requests", type=int, default=200_000, help="requests for memory; 10000000 for the full run")
+    parser.add_argument("--dir", default=None, help="where log writes; use a real disk")
     parser.add_argument("--json")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)  # both sides: on two busy cores its OpenMP barriers cost more than the work
+    torch.set_num_threads(1)  # for both sides: on two busy cores OpenMP's barriers cost more than the work
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
         f"Python {platform.python_version()}, torch {torch.__version__}"

@@ -2,9 +2,9 @@
 
     python -m benchmarks.sharded_memory [--requests 10000000] [--json FILE]
 
-Lookups, updates, assigns, inserting lookups, `contains`, `info` and messages that are none, many under way at once; the
-worker goes away and comes back as another one every 50 000 requests. The ids are always the same few, so what grows is
-the server's, not the table's.
+Requests are lookups, updates, assigns, inserting lookups, `contains`, `info` and malformed messages, many in flight at
+once; a new worker replaces the old one every 50,000 requests. The ids are always the same few, so that the table does
+not grow, only the server could.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class Worker:
             return Request(Op.CONTAINS, **fields)
         if dice < 0.97:
             return Request(Op.INFO, request=number)
-        return Request(Op.LOOKUP, request=number, counts=[9], names=("t",), ids=ids)  # counts ids that are not there
+        return Request(Op.LOOKUP, request=number, counts=[9], names=("t",), ids=ids)  # a wrong number of ids
 
     def run(self, count: int) -> int:
-        """How many of the requests were answered with an error."""
+        """Sends the requests; returns how many were answered with an error."""
         from shoal.sharded.ps.protocol import parse_reply
 
         errors = under_way = 0
@@ -95,7 +95,7 @@ class Worker:
 
 
 def measure(requests: int, points: int = 40) -> list[tuple[int, float]]:
-    """(requests so far, resident MB) at even distances."""
+    """(requests so far, resident MB) at regular intervals."""
     from shoal.sharded import PsClient, ps_table
 
     context = multiprocessing.get_context("spawn")

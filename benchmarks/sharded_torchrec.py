@@ -2,8 +2,8 @@
 
     python -m benchmarks.sharded_torchrec [--ranks 2] [--rounds 5]
 
-The same model under both: bags of tables, a layer above them, a loss. Each library plans by itself, trains with and
-without its pipeline on the same batches, in turns in the same processes; the faster of the two counts.
+Both libraries train the same model: bags of tables, a layer above them, a loss. Each uses its own planner, and trains
+with and without its pipeline on the same batches, in turn in the same processes; the faster of the two counts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TheirModel(Model):
 
 
 class Batch:
-    """Ids of a batch, as either library takes them."""
+    """Ids of a batch, in the forms of both libraries."""
 
     def __init__(self, ids: Any) -> None:
         self.ids = ids
@@ -158,7 +158,7 @@ def on_rank(rank: int, world: int, costs: Any, rounds: int) -> dict[str, float]:
     import shoal
 
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # as torchrun has it
+    torch.set_num_threads(1)  # as under torchrun
     shoal.set_num_threads(1)
     calls = ours(rank, world, costs) | theirs(rank, world)
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -2,8 +2,8 @@
 
     python -m benchmarks.sharded --only ways [--ranks 2,4,8] [--rounds 5]
 
-Loads are measured in ten steps of the model, costs on this machine; then the model trains by each plan in turn, in the
-same processes. A step is forward and backward of the collection, with one thread per rank.
+Loads are measured in ten steps of the model, costs on this machine; then the model trains with each plan in turn, in
+the same processes. A step is forward and backward of the collection, with one thread per rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WAYS = ("row", "table", "column", "data")
 
 
 def batches(rank: int, count: int = 4) -> list[dict[str, Any]]:
-    """Dense ``[B, L]`` ids; popular ones come more often."""
+    """Batches of dense ``[B, L]`` ids, with popular and rare ones."""
     make = torch.Generator().manual_seed(rank)
     found = []
     for _ in range(count):
@@ -81,7 +81,7 @@ def _rank(rank: int, world: int, costs: Any, rounds: int) -> dict[str, Any]:
 
 
 def run(ranks: list[int], rounds: int, report: Any) -> None:
-    """The figures of each number of ranks."""
+    """Measures the figures for each number of ranks."""
     from shoal.plan.costs import measure
     from shoal.testing import run_ranks
 

@@ -30,7 +30,7 @@ SCHEMA = Schema(label="click", dense=("age", "price"), sparse=("user", "item", "
 
 
 def records(first: int, last: int) -> list[bytes]:
-    """Clicks as JSON, of some 120 bytes."""
+    """Clicks as JSON messages of about 120 bytes."""
     return [
         json.dumps(
             {
@@ -48,7 +48,7 @@ def read(report: Report, flags: Any) -> None:
     """Reading into batches, against the bare clients."""
     with tempfile.TemporaryDirectory(dir=flags.dir) as folder, RedisServer(folder) as server:
         address = server.address("clicks")
-        count = flags.records // BATCH * BATCH  # full batches: one that is not waits for more
+        count = flags.records // BATCH * BATCH  # only full batches: a partial one would wait for more records
         fill(address, None, count)
         compare(report, "Redis stream", count, lambda: bare_redis(server.port, count), address, flags)
     with MockKafka() as broker:
@@ -128,7 +128,7 @@ def bare_kafka(bootstrap: str, low: int, count: int) -> None:
 
 
 class Supervised:
-    """A command, started again whenever it ends with an error, until it ends without."""
+    """A command that is started again whenever it ends with an error."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self._command, self._log = command, log
@@ -196,7 +196,7 @@ def trainer_command(address: str, out: Path, servers: list[str], steps: int) -> 
 
 
 def impressions(first: int, last: int) -> list[bytes]:
-    """What `records` has without the label, a thousand a second by their own clock."""
+    """The messages of `records` without the label, a thousand per second of event time."""
     return [
         json.dumps({
             "request": f"r{i}", "us": (BEGIN_S * 1000 + i) * 1000, "age": i % 80, "price": i % 1000 / 10,
@@ -208,13 +208,13 @@ def impressions(first: int, last: int) -> list[bytes]:
 
 
 def actions(first: int, last: int) -> list[bytes]:
-    """Clicks of every seventh impression, half a second later."""
+    """A click for every seventh impression, half a second later."""
     clicked = range(-(-first // 7) * 7, last, 7)
     return [json.dumps({"request": f"r{i}", "us": (BEGIN_S * 1000 + i + 500) * 1000}).encode() for i in clicked]
 
 
 def produce(broker: RedisServer, total: int, seconds: float) -> None:
-    """Writes all impressions and actions within some seconds, each once whatever happens to the broker."""
+    """Writes all impressions and actions within some seconds, each of them once even if the broker is killed."""
     shown, acted = open_writer(broker.address("impressions")), open_writer(broker.address("actions"))
     begun, done, clicks, page = time.monotonic(), 0, 0, KILLED_BATCH // 2
     while done < total:
@@ -224,7 +224,7 @@ def produce(broker: RedisServer, total: int, seconds: float) -> None:
         acted.append(found, at=clicks)
         clicks, done = clicks + len(found), last
         time.sleep(max(0.0, begun + seconds * done / total - time.monotonic()))
-    # Events of much later close the windows of all that came before.
+    # Much later events close the windows of all earlier ones.
     shown.append(impressions(total + 100_000, total + 100_001), at=total)
     acted.append([json.dumps({"request": "end", "us": (BEGIN_S * 1000 + total + 100_000) * 1000}).encode()], at=clicks)
     shown.close()
@@ -244,7 +244,7 @@ def joined(broker: RedisServer, total: int) -> bytes:
 
 
 def run_system(folder: Path, total: int, seconds: float, kills: int, seed: int) -> dict[str, Any]:
-    """Everything from nothing to the end of the stream; rows and weights then, and what was killed."""
+    """Runs the system to the end of the stream; returns rows, weights, and what was killed."""
     folder.mkdir()
     chance = random.Random(seed)
     counts = {"trainer": 0, "joiner": 0, "broker": 0, "server": 0}
@@ -269,13 +269,13 @@ def run_system(folder: Path, total: int, seconds: float, kills: int, seed: int) 
                 joiner.kill()
             elif name == "server":
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    servers.kill(chance.randrange(2))  # and the watch starts it again
+                    servers.kill(chance.randrange(2))  # the supervisor starts it again
             else:
                 broker.kill()
                 time.sleep(chance.uniform(0, 1))
                 broker.start()
         if not trainer.done.wait(seconds + 600):
-            raise TimeoutError(f"the trainer did not come to the end; see {folder / 'log.txt'}")
+            raise TimeoutError(f"the trainer did not reach the end of the stream; see {folder / 'log.txt'}")
         producer.join(60)
         joiner.stop()
         samples = joined(broker, total)

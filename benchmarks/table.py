@@ -1,11 +1,11 @@
 """The local table against a static tensor (`torch.index_select`) and FBGEMM's CPU table, in one run.
 
-    python -m benchmarks.table                        # 20 M rows: some ten minutes, 24 GB of memory
+    python -m benchmarks.table                        # 20 M rows: about ten minutes, 24 GB of memory
     python -m benchmarks.table --rows 2000000         # a quick look
     python -m benchmarks.table --only lookup,update
 
-Batches are of 1 M ids. The rivals get row numbers that they need not look up; we get the ids. FBGEMM is compared when
-`fbgemm_gpu` can be imported (`pip install --no-deps fbgemm-gpu-cpu==1.8.0` beside torch 2.13).
+Batches have 1 M ids. The rivals get row numbers, which need no lookup; we get ids. FBGEMM is compared if `fbgemm_gpu`
+can be imported (`pip install --no-deps fbgemm-gpu-cpu==1.8.0` with torch 2.13).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def id_of(number: torch.Tensor) -> torch.Tensor:
 
 
 def zipf_numbers(rows: int, n: int, exponent: float, seed: int) -> torch.Tensor:
-    """Numbers in [0, rows) by a Zipf law, the popular ones scattered over the table."""
+    """Numbers in [0, rows) by a Zipf law, with the popular ones scattered over the table."""
     u = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     a = 1.0 - exponent  # the inverse of the continuous law's distribution
     rank = ((u * ((rows + 1.0) ** a - 1.0) + 1.0) ** (1.0 / a)).floor().long() - 1
@@ -83,7 +83,7 @@ def rate(seconds: float, n: int = BATCH) -> str:
 
 
 class Rotating:
-    """Calls a function with the next batch of several, so that no call finds its rows in the cache."""
+    """Calls a function with several batches in turn, so that no call finds its rows in the cache."""
 
     def __init__(self, call: Callable[[torch.Tensor], Any], numbers: list[torch.Tensor]) -> None:
         self.call, self.numbers, self.turn = call, numbers, 0

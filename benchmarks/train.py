@@ -1,19 +1,19 @@
-"""A whole training run on Criteo-like files: `shoal train`'s own loop against the same model on other embeddings.
+"""A complete training run on Criteo-like files: `shoal train`'s own loop against the same model on other embeddings.
 
     python -m benchmarks.train
     python -m benchmarks.train --lines 400000 --hidden 256 128 --json out.json
 
-DeepFM on 13 counts and 26 categories, rows of 16, batches of 4,096. All read the same lines in the same order with the
-same reader, have the same dense part from the same seed with the same optimizer, the same initial scale, rate and
-metrics; only the embeddings differ:
+The model is a DeepFM on 13 counts and 26 categories, with rows of 16 and batches of 4,096. All contestants read the
+same lines in the same order with the same reader, and have the same dense part, seed, optimizer, initial scale, rate
+and metrics; only the embeddings differ:
 
-- ours: `shoal.HashTable`, one row per category, made when it is first seen;
+- ours: `shoal.HashTable`, one row per category, created when it is first seen;
 - `nn.EmbeddingBag(sparse=True)`, one bag per feature as in DLRM's reference code, or one for all features, with
   `torch.optim.Adagrad` or `SparseAdam`; ids hashed into twice as many rows as there are categories;
-- TorchRec's fused `EmbeddingBagCollection` (FBGEMM's kernels) with its Adagrad, hashed likewise.
+- TorchRec's fused `EmbeddingBagCollection` (FBGEMM's kernels) with its Adagrad, with ids hashed in the same way.
 
-They take turns, each in a process of its own over all lines, in several rounds. The rate is the median over stretches
-of 20 steps of the last two thirds of a run, when tables are warm; AUC is that of all predictions, each made before its
+They take turns in several rounds, each in a separate process over all lines. The rate is the median over stretches of
+20 steps in the last two thirds of a run, when tables are warm; AUC is that of all predictions, each made before its
 sample was learnt.
 """
 
@@ -46,7 +46,7 @@ INPUTS = Inputs(dense=CRITEO.dense, sparse=CRITEO.sparse, dim=DIM)
 
 
 def ours(path: str, hidden: list[int], optimizer: str) -> dict[str, Any]:
-    """The command itself, in a process of its own."""
+    """Runs `shoal train` in a separate process."""
     settings = {
         "table.lr": LR, "table.init_scale": SCALE, "table.optimizer": optimizer, "model.hidden": hidden,
         "data.shuffle_rows": SHUFFLE,
@@ -61,7 +61,7 @@ def ours(path: str, hidden: list[int], optimizer: str) -> dict[str, Any]:
 
 
 def apart(name: str, path: str, hidden: list[int], factor: int) -> dict[str, Any]:
-    """A rival in a process of its own."""
+    """Runs a rival in a separate process."""
     command = [sys.executable, "-m", "benchmarks.train", "--one", name, "--data", path]
     command += ["--factor", str(factor), "--hidden", *map(str, hidden)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -69,7 +69,7 @@ def apart(name: str, path: str, hidden: list[int], factor: int) -> dict[str, Any
 
 
 def rival(path: str, hidden: list[int], factor: int, make: Callable[[list[int]], tuple[Any, Any]]) -> dict[str, Any]:
-    """The same loop by hand; ``make`` gives ``ids [B, F] -> rows [B, F, D]`` and its optimizer, if it has one."""
+    """The same loop by hand; ``make`` returns ``ids [B, F] -> rows [B, F, D]`` and its optimizer, if any."""
     torch.manual_seed(0)
     model = DeepFm(INPUTS, hidden=hidden)
     dense = torch.optim.Adam(model.parameters(), lr=DENSE_LR, fused=True)
@@ -175,7 +175,7 @@ RIVALS: dict[str, Callable[[list[int]], tuple[Any, Any]]] = {
 
 
 def import_seconds(name: str) -> float:
-    """Of ``import name`` in a fresh interpreter, the least of five."""
+    """Seconds of ``import name`` in a fresh interpreter, the fastest of five."""
     code = f"import time; t = time.perf_counter(); import {name}; print(time.perf_counter() - t)"
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(5)]
     return min(float(run.stdout) for run in runs)
@@ -185,11 +185,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", type=int, default=600_000)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 32])
-    parser.add_argument("--factor", type=int, default=2, help="rows of the rivals per category; more collide less")
+    parser.add_argument("--factor", type=int, default=2, help="rows of the rivals per category; more reduce collisions")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", help="names of contestants, or their beginnings")
-    parser.add_argument("--data", help="keep the generated lines here, and use them if they are there")
+    parser.add_argument("--data", help="a file for the generated lines; reused if it exists")
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")

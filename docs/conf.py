@@ -1,4 +1,4 @@
-"""Sphinx: `make docs` builds these pages, the reference comes from the docstrings, and a warning is an error."""
+"""Configuration of Sphinx for `make docs`: the reference comes from docstrings, and a warning is an error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import shoal
 
-HOMES = {  # of modules whose names are exported somewhere other than by their own package
+HOMES = {  # the packages that document names of these modules, if it is not the module's own package
     "shoal._core": "shoal",
     "shoal.proto.feature_configs": "shoal.ops",
     "shoal.ragged": "shoal",
@@ -25,7 +25,7 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 nitpicky = False
 
-default_role = "py:obj"  # single backticks in docstrings are names of ours, or plain code
+default_role = "py:obj"  # single backticks in docstrings are names from Shoal, or plain code
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
@@ -41,8 +41,10 @@ html_theme_options = {"navigation_with_keys": True}
 
 
 def skip(app: Any, what: str, name: str, item: Any, skip: bool, options: Any) -> bool | None:
-    """A name that several packages export is described once, where it lives. Protobuf messages describe themselves in
-    the .proto files; their generated methods would bury the rest."""
+    """Describes a name that several packages export only once, and omits protobuf messages.
+
+    These are described in the .proto files; their generated methods would bury the rest.
+    """
     if hasattr(item, "DESCRIPTOR"):
         return True
     module = getattr(item, "__module__", None) or ""

@@ -1,11 +1,11 @@
-"""Four peers train one small model: inner steps at home, one compressed pseudo-gradient a window, an outer update.
+"""Four peers train one small model with `shoal.gather`: local steps, a compressed update per window, an outer update.
 
     python examples/diloco.py
 
-Each peer takes inner AdamW steps on its own data, publishes what changed, and every node applies the same gathered
-update with plain SGD (most positions come from few peers, so a large momentum would overshoot). Two more peers
-misbehave: one copies an honest peer and is flagged by the overlap check, one publishes poison and is skipped with its
-reason. The loss is compared with one process that trains on one peer's data.
+Each peer takes AdamW steps on its own data and publishes the change of its weights; every node applies the same
+gathered update with plain SGD (most positions come from few peers, so a large momentum would overshoot). Two more peers
+misbehave: one copies an honest peer and is flagged by the overlap check, one publishes NaN and is skipped with the
+reason. The loss is compared with that of one process that trains on one peer's data.
 """
 
 import tempfile
@@ -57,7 +57,7 @@ def evaluate(model: torch.nn.Module) -> float:
 
 
 class Peer:
-    """One participant: a copy of the model, its data, its inner optimizer and its compressor's memory."""
+    """An honest peer: a copy of the model, its data, its inner optimizer and its compressor."""
 
     def __init__(self, uid: int, spec: GradientSpec) -> None:
         self.uid, self.data, self.model = uid, batches(uid), make_model()
@@ -75,7 +75,7 @@ class Peer:
 
 
 def main() -> dict[str, object]:
-    torch.set_num_threads(1)  # tensors this small are done before a second thread wakes
+    torch.set_num_threads(1)  # the tensors are too small for more threads
     shared = make_model()
     spec = GradientSpec.from_model(shared, target_chunk=16, topk=64, quant=QuantSpec(bins=16, range_sigmas=6))
     outer = torch.optim.SGD(shared.parameters(), lr=0.7)
@@ -87,7 +87,7 @@ def main() -> dict[str, object]:
         store = LocalDirStore(folder)
         for window in range(WINDOWS):
             published = [peer.publish(shared, window, store) for peer in peers]
-            store.put(window, COPYCAT, published[2])  # later than the original, so it is the offender
+            store.put(window, COPYCAT, published[2])  # published after the original, so the copy is flagged
             poison = Compressor(spec).compress({p.name: torch.randn(p.shape) for p in spec.params}, window=window)
             state = poison["state_dict"]
             state["0.weightquant_params"] = (float("nan"), *state["0.weightquant_params"][1:])

@@ -1,7 +1,7 @@
-"""A training loop of your own that survives its ranks, and resumes with more or fewer of them.
+"""A training loop that survives the loss of ranks, and resumes with more or fewer of them.
 
 shoal launch -n 3 --max-restarts 10 examples/elastic.py      # kill a rank: all resume from the last checkpoint
-shoal launch -n 2 examples/elastic.py                        # the same run with fewer ranks, from where it was
+shoal launch -n 2 examples/elastic.py                        # resumes the same run with fewer ranks
 torchrun --nproc-per-node 3 --max-restarts 10 examples/elastic.py
 """
 
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("elastic"), help="data and checkpoints; on all hosts")
+    parser.add_argument("--folder", type=Path, default=Path("elastic"), help="data and checkpoints, for all hosts")
     parser.add_argument("--lines", type=int, default=200_000)
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--batch-size", type=int, default=256)
@@ -54,13 +54,13 @@ def main() -> None:
     )  # fmt: skip
     checkpoints = Checkpoints(options.folder / "checkpoints", model, optimizer, stream=stream)
 
-    at = checkpoints.resume()  # rows, weights and positions, whatever the number of ranks was
+    at = checkpoints.resume()  # rows, weights and positions, for any number of ranks
     step, samples = (at.step, at.values["samples"]) if at else (0, 0)
     batches, state = iter(stream), stream.state
     while True:
         batch = next(batches, None)
         total = int(ranks.sum(torch.tensor([len(batch) if batch else 0])))
-        if not total:  # no rank has any more; until then all make every call
+        if not total:  # all ranks have finished; until then all must make every call
             break
         part = batch.samples if batch else Samples.empty(13, 26)
         loss = nn.functional.binary_cross_entropy_with_logits(model(part), part.label, reduction="sum") / total

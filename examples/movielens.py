@@ -1,14 +1,15 @@
-"""MovieLens-100k in the order in which it happened: what shared rows cost, and what a stale replica does not know.
+"""What shared rows and stale replicas cost, measured on MovieLens-100k in the order of its ratings.
 
-    python examples/movielens.py                    # fetches the data; five seeds, some five minutes on two cores
+    python examples/movielens.py                    # downloads the data; five seeds, about five minutes on two cores
     python examples/movielens.py --data u.data --seeds 1 --out out/movielens
 
-Two experiments with one small factorisation model on user and movie ids, "liked" meaning four stars or more:
+Two experiments with one small factorisation model on user and movie ids; a movie is "liked" if it has at least four
+stars:
 
-* collisions: trained for some epochs on the first four fifths of each user's ratings and tested on the last fifth, with
-  a row per id, and with ids hashed into ever fewer rows;
-* freshness: one pass over the whole stream. A trainer learns every batch; replicas that were refreshed at their own
-  pace predict it first. A refresh pushes the rows that were touched since the last one, and the weights.
+* collisions: the model is trained for several epochs on the first four fifths of each user's ratings and tested on the
+  last fifth, with a row per id, and with ids hashed into fewer and fewer rows;
+* freshness: one pass over the stream. Replicas that are refreshed at different intervals predict every batch before the
+  trainer learns it. A refresh pushes the rows that were touched since the last one, and the weights.
 
 Prints both tables, and writes `movielens_collisions.png`, `movielens_freshness.png` and `movielens.json`.
 """
@@ -45,18 +46,18 @@ from shoal.serving import (
     publish,
 )
 
-WHEEL = "recbole==1.2.1"  # a wheel on PyPI that carries the ratings; nothing of it is installed
+WHEEL = "recbole==1.2.1"  # a wheel on PyPI that contains the ratings; it is not installed
 ARCHIVE = "https://files.grouplens.org/datasets/movielens/ml-100k.zip"
 MEMBERS = ("recbole/dataset_example/ml-100k/ml-100k.inter", "ml-100k/u.data")
 DIM = 9  # a weight and eight factors
-ROW_BYTES = DIM * 8  # with Adagrad's accumulator, without an index: what an `nn.Embedding` takes for a row
+ROW_BYTES = DIM * 8  # weights and Adagrad's accumulator, without an index: a row of an `nn.Embedding`
 DAY = 86400
 INTERVALS = {"every batch": 0.0, "1 hour": 1 / 24, "5 hours": 5 / 24, "1 day": 1.0, "1 week": 7.0}
 
 
 @dataclass
 class Ratings:
-    """A line per rating, oldest first. Slot 1 holds the users, slot 2 the movies, so no two ids are equal."""
+    """One line per rating, oldest first. Users are in slot 1 and movies in slot 2, so that their ids differ."""
 
     ids: Tensor  # [N, 2]
     liked: Tensor  # [N]
@@ -64,7 +65,7 @@ class Ratings:
 
 
 def obtain(folder: Path) -> Path:
-    """The data, from the first place that has it: `folder`, PyPI, GroupLens."""
+    """The path of the data, which is downloaded from PyPI or GroupLens unless `folder` already has it."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (found := [*folder.glob("recbole-*.whl"), *folder.glob("ml-100k.zip")]):
         print(f"fetching MovieLens-100k into {folder}", flush=True)
@@ -76,8 +77,8 @@ def obtain(folder: Path) -> Path:
                     part.write_bytes(source.read())
             except OSError as error:
                 raise SystemExit(
-                    f"movielens: neither `pip download {WHEEL}` nor {ARCHIVE} gave the data ({error}). "
-                    "Fetch one of them elsewhere and name it with --data."
+                    f"movielens: `pip download {WHEEL}` failed, and so did {ARCHIVE} ({error}). "
+                    "Download one of them elsewhere and pass it as --data."
                 ) from None
             part.rename(folder / "ml-100k.zip")
         found = [*folder.glob("recbole-*.whl"), *folder.glob("ml-100k.zip")]
@@ -85,7 +86,7 @@ def obtain(folder: Path) -> Path:
 
 
 def load(path: Path) -> Ratings:
-    """Reads `ml-100k.inter` or `u.data` (user, movie, stars, seconds; tabs between), or an archive that holds one."""
+    """Reads `ml-100k.inter` or `u.data` (user, movie, stars, seconds; tabs between), or an archive with one of them."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             member = next((name for name in MEMBERS if name in archive.namelist()), None)
@@ -103,7 +104,7 @@ def load(path: Path) -> Ratings:
             if number > 1:  # the first line may be a heading
                 raise SystemExit(f"movielens: {path}, line {number}: not a rating: {line[:60]!r}") from None
     if not rows:
-        raise SystemExit(f"movielens: {path} holds no ratings")
+        raise SystemExit(f"movielens: {path} contains no ratings")
     user, movie, stars, seconds = (torch.tensor(column) for column in zip(*rows, strict=True))
     order = torch.argsort(seconds, stable=True)
     ids = torch.stack([user + (1 << 48), movie + (2 << 48)], dim=1)
@@ -111,7 +112,7 @@ def load(path: Path) -> Ratings:
 
 
 class Factorisation(nn.Module):
-    """Weights of user and movie, the product of their factors, and a small perceptron over both."""
+    """The weights of user and movie, the product of their factors, and a small perceptron over both factors."""
 
     def __init__(self, table: shoal.HashTable) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ def combine(rows: Tensor, dense: nn.Module) -> Tensor:
 
 
 class Trainer:
-    """A model, its table, and both optimizers: the table's own runs in `backward`."""
+    """A model, its table and the dense optimizer; the table's own optimizer runs in `backward`."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -144,7 +145,7 @@ class Trainer:
         self.optimizer.step()
 
     def export(self, folder: Path) -> None:
-        """For model servers; users and movies are in one table."""
+        """Exports the model for model servers; users and movies are in one table."""
         features = {name: Feature(slot="movies") for name in ("user", "movie")}
         exporter = ModelExporter(folder, model_name="movies", net=Served(self.model), features=features)
         exporter.export([{"movies": self.table}], global_step=0)
@@ -157,7 +158,7 @@ class Trainer:
 
 
 def into_rows(ids: Tensor, rows: int, seed: int) -> Tensor:
-    """The row number that an id hashes to; other seeds make other ids meet."""
+    """The row number that an id hashes to; which ids collide depends on the seed."""
     mixed = (ids ^ (seed * 0x9E3779B9 + 1)) * -0x61C8864680B583EB
     mixed = (mixed ^ (mixed >> 32)) * -0x61C8864680B583EB
     return (mixed ^ (mixed >> 29)) % rows
@@ -173,7 +174,7 @@ def last_fifth(ratings: Ratings) -> Tensor:
 
 
 def collisions(ratings: Ratings, *, epochs: int, seed: int, batch: int = 64) -> dict[str, dict[str, Any]]:
-    """AUC after each epoch: a row per id, and hashed into 5, 1, 1/2 and 1/4 times the memory that took."""
+    """AUC after each epoch: with a row per id, and hashed into 5, 1, 1/2 and 1/4 times the memory of these rows."""
     late = last_fifth(ratings)
     learnt, asked = torch.nonzero(~late).flatten(), torch.nonzero(late).flatten()
     results: dict[str, dict[str, Any]] = {}
@@ -196,7 +197,7 @@ def collisions(ratings: Ratings, *, epochs: int, seed: int, batch: int = 64) -> 
 
 
 class Served(nn.Module):
-    """The model behind its rows, as it is exported: rows of the user and of the movie in, score out."""
+    """The exported part of the model: the user's and the movie's rows in, the score out."""
 
     def __init__(self, model: Factorisation) -> None:
         super().__init__()
@@ -207,7 +208,7 @@ class Served(nn.Module):
 
 
 class Replica:
-    """A model server of an export, to which the trainer pushes rows and weights each time it is due."""
+    """A model server with an export, to which the trainer pushes rows and weights at an interval."""
 
     def __init__(self, trainer: Trainer, folder: Path, every_days: float) -> None:
         self.every_s, self.refreshed_s = every_days * DAY, float("-inf")
@@ -237,7 +238,7 @@ class Replica:
 def freshness(
     ratings: Ratings, *, seed: int, batch: int = 32, warm_up_days: int = 30, bin_days: int = 14
 ) -> dict[str, dict[str, Any]]:
-    """AUC of replicas by how often they are refreshed, from the day on when there is something to know."""
+    """AUC of replicas by how often they are refreshed, after ``warm_up_days``."""
     trainer = Trainer(seed)
     scores: dict[str, list[Tensor]] = {name: [] for name in INTERVALS}
     with ExitStack() as stack:
@@ -266,7 +267,7 @@ def freshness(
 
 
 def spread(values: list[float]) -> str:
-    """Mean, and half the distance from the lowest to the highest."""
+    """The mean, and half the distance from the lowest to the highest value."""
     return f"{sum(values) / len(values):.4f} ± {(max(values) - min(values)) / 2:.4f}"
 
 
@@ -290,11 +291,11 @@ def report(collided: list[dict[str, Any]], aged: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="ml-100k.inter, u.data, ml-100k.zip, or the recbole wheel")
-    parser.add_argument("--out", type=Path, default=Path("out/movielens"), help="where pictures and numbers go")
-    parser.add_argument("--seeds", type=int, default=5, help="runs that differ in initial rows and in who collides")
+    parser.add_argument("--out", type=Path, default=Path("out/movielens"), help="the folder for pictures and numbers")
+    parser.add_argument("--seeds", type=int, default=5, help="runs with different initial rows and collisions")
     parser.add_argument("--epochs", type=int, default=6)
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)  # the dense part is too small for more; the table has threads of its own
+    torch.set_num_threads(1)  # the dense part is too small for more; the table has its own threads
     ratings = load(args.data or obtain(args.out / "data"))
     print(f"{len(ratings.liked):,} ratings, {len(torch.unique(ratings.ids)):,} ids", flush=True)
     collided, aged = [], []
@@ -304,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"seed {seed} done", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "movielens.json").write_text(json.dumps({"collisions": collided, "freshness": aged}, indent=1) + "\n")
-    from movielens_plots import draw_collisions, draw_freshness  # beside this file
+    from movielens_plots import draw_collisions, draw_freshness  # next to this file
 
     draw_collisions(collided, args.out / "movielens_collisions.png")
     draw_freshness(aged, args.out / "movielens_freshness.png")

@@ -14,7 +14,7 @@ THEIRS = ("#f0a35e", "#e8804f", "#d1495b", "#8e2c48")
 
 
 def draw_collisions(runs: list[dict[str, Any]], path: Path) -> None:
-    """AUC by epoch, a line per table: the mean over seeds, with a band from the lowest to the highest."""
+    """Plots AUC by epoch, one line per table: the mean over seeds, with a band from the lowest to the highest."""
     figure, axes = _figure()
     epochs = list(range(1, len(runs[0]["a row per id"]["auc"]) + 1))
     for (name, one), color in zip(runs[0].items(), (OURS, *THEIRS), strict=True):
@@ -36,7 +36,7 @@ def draw_collisions(runs: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw_freshness(runs: list[dict[str, Any]], path: Path) -> None:
-    """Left: AUC by how often a replica is refreshed. Right: the extremes over the months of the stream."""
+    """Plots AUC by how often a replica is refreshed (left), and two of the replicas over time (right)."""
     figure, (left, right) = _figure(columns=2)
     names = list(runs[0])
     for k, name in enumerate(names):

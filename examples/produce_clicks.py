@@ -1,9 +1,9 @@
-"""Impressions and, some seconds later, clicks, as a site would produce them: two streams of JSON messages.
+"""Produces impressions and, some seconds later, clicks, as a site would: two streams of JSON messages.
 
     python produce_clicks.py --rate 500
     python produce_clicks.py --impressions dir:impressions --actions dir:actions      # without a broker
 
-Users like some tags more than others and pay less as they get older, so that there is something to learn.
+Users like some tags more than others, and click less on expensive items, so that there is something to learn.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def clicks(made: random.Random, shown: dict) -> bool:
 
 
 class Numbered:
-    """Messages with numbers: each is stored once, and a broker that is away is waited for."""
+    """Writes numbered messages, each of them once; waits while the broker is unreachable."""
 
     def __init__(self, address: str) -> None:
         self.writer = open_writer(address)
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--actions", default="redis://127.0.0.1:6379/actions")
     parser.add_argument("--rate", type=float, default=500.0, help="impressions per second")
     parser.add_argument("--delay", type=float, default=3.0, help="seconds from an impression to its click, on average")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="how long; until Ctrl-C by default")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="how long to run; by default until Ctrl-C")
     flags = parser.parse_args()
     made, number = random.Random(1), 0
     to_show, to_act = Numbered(flags.impressions), Numbered(flags.actions)

@@ -1,10 +1,10 @@
-"""Ray Train with tables over its workers: data shared out, and checkpoints from which lost workers are replaced.
+"""Ray Train with tables spread over its workers, and checkpoints from which a run resumes after a worker is lost.
 
 python examples/ray_train.py --workers 2        # pip install "shoal[train]" "ray[train]"
 
-Ray starts the workers and their process group, and starts them again when one is lost. The rows are spread over the
-workers by Shoal; its checkpoints hold rows, weights and positions in the data, and may be resumed by another number of
-workers. Kill a worker, or run the command again with more of them.
+Ray starts the workers and their process group, and restarts them when one is lost. Shoal spreads the rows over the
+workers; its checkpoints contain rows, weights and positions in the data, and another number of workers can resume from
+them. Try it: kill a worker, or run the command again with more workers.
 """
 
 import argparse
@@ -34,8 +34,8 @@ class Model(nn.Module):
 
 
 def learn(config: Mapping[str, Any], report: Callable[[dict[str, Any], str], None]) -> dict[str, Any]:
-    """What each worker does; ``report(metrics, checkpoint)`` is called after every checkpoint."""
-    ranks = start_ranks()  # those of the process group that Ray has started
+    """Trains on one worker; calls ``report(metrics, checkpoint)`` after every checkpoint."""
+    ranks = start_ranks()  # joins the process group that Ray has started
     torch.manual_seed(0)  # the same first weights on all workers
     model = Model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -49,14 +49,14 @@ def learn(config: Mapping[str, Any], report: Callable[[dict[str, Any], str], Non
     state = stream.state
 
     def no_samples(last: Batch | None) -> Batch:
-        """What a worker that has read all of its data takes part with."""
+        """The empty batch of a worker that has read all of its data."""
         return Batch(samples=Samples.empty(13, 26), state=state if last is None else last.state)
 
     def save() -> None:
         path = checkpoints.save(metrics["step"], state, values={name: metrics[name] for name in ("samples", "loss")})
         report(metrics, path)
 
-    # Reads the next batches, and exchanges their ids, while a step computes; results are those of a plain loop.
+    # Reads the next batches and exchanges their ids while a step computes; results equal those of a plain loop.
     for batch in Pipeline(model, empty_batch=no_samples).batches(stream):
         part, state = batch.samples, batch.state
         loss = nn.functional.binary_cross_entropy_with_logits(model(part), part.label, reduction="sum")
@@ -77,7 +77,7 @@ def learn(config: Mapping[str, Any], report: Callable[[dict[str, Any], str], Non
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """`learn`, as Ray Train calls it."""
+    """Runs `learn` in a Ray Train worker."""
     import ray.train
 
     def report(metrics: dict[str, Any], path: str) -> None:
@@ -88,7 +88,7 @@ def train_loop(config: dict[str, Any]) -> None:
 
 
 def run(folder: Path, workers: int, loop: Callable[..., None] = train_loop, **config: Any) -> Any:
-    """Trains on a Ray cluster; Ray's result. ``folder`` must be one that all hosts reach."""
+    """Trains on a Ray cluster and returns Ray's result. All hosts must reach ``folder``."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -108,7 +108,7 @@ def main() -> None:
     import ray
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("ray_run"), help="data and checkpoints; on all hosts")
+    parser.add_argument("--folder", type=Path, default=Path("ray_run"), help="data and checkpoints, for all hosts")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--lines", type=int, default=100_000)
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")

@@ -1,9 +1,9 @@
-"""One model, three ways to hold its rows, chosen by a flag.
+"""One model whose rows can be in this process, spread over the trainers, or on parameter servers.
 
 python examples/train_anywhere.py                                        # in this process
 torchrun --nproc-per-node 2 examples/train_anywhere.py --rows all-to-all # over the trainers
 shoal ps --port 7100 &                                                   # on a parameter server
-python examples/train_anywhere.py --rows tcp://127.0.0.1:7100            # (several: separate by commas)
+python examples/train_anywhere.py --rows tcp://127.0.0.1:7100            # separate several servers by commas
 """
 
 import argparse
@@ -38,7 +38,7 @@ def batches(steps: int, size: int, rank: int, world: int):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="local", help="local, all-to-all, or addresses of parameter servers")
+    parser.add_argument("--rows", default="local", help="local, all-to-all, or the addresses of parameter servers")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=256)
     args = parser.parse_args()

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The core's library that the wheel was built with, where it is of the sources as they are, built with warnings as errors.
+# Print the path of the core library built for the wheel, if it is up to date and was built with warnings as errors.
 set -eu
 cd "$(dirname "$0")/.."
 for library in build/cp3*/libshoal_core.a; do

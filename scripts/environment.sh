@@ -1,7 +1,7 @@
 #!/bin/sh
-# environment.sh VENV PYTHON PACKAGES...: packages in a virtual environment, which is made if it is not there.
-# A run that was killed leaves half a package behind, which pip can neither use nor replace: the next one starts afresh
-# (in an environment that was made here; another one is never removed).
+# environment.sh VENV PYTHON PACKAGES...: install packages into a virtual environment, creating it if needed.
+# A killed run leaves a partial package that pip can neither use nor replace, so the next run starts from scratch
+# (only in an environment that this script created).
 set -eu
 venv=$1 python=$2
 shift 2

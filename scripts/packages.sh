@@ -1,6 +1,6 @@
 #!/bin/sh
-# packages.sh [build]: Debian packages that the build and some tests use, or the build alone. Without root, without apt,
-# or where apt fails for good, those tests skip and say why.
+# packages.sh [build]: install the Debian packages that the build and some tests use; with "build", only those of the build.
+# Without root or apt, or if apt keeps failing, those tests are skipped.
 set -eu
 [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || exit 0
 want=""
@@ -13,7 +13,7 @@ fi
 for pair in $commands; do
   command -v "${pair%%:*}" >/dev/null || want="$want ${pair##*:}"
 done
-# The native front end of `shoal serve`; without them it is left out of the build.
+# For the native front end of `shoal serve`, which is left out of the build without them.
 [ -e /usr/include/nghttp2/nghttp2.h ] || want="$want libnghttp2-dev"
 [ -e /usr/include/openssl/ssl.h ] || want="$want libssl-dev"
 python3 -c "import ensurepip" 2>/dev/null || want="$want python3-venv"
@@ -21,6 +21,6 @@ python3 -c "import ensurepip" 2>/dev/null || want="$want python3-venv"
 export DEBIAN_FRONTEND=noninteractive
 apt="apt-get -qq -o Acquire::Retries=5 -o DPkg::Lock::Timeout=300"
 retry="sh $(dirname "$0")/retry.sh 6"
-# First what an earlier run began: apt refuses to go on without it.
+# Finish an interrupted earlier run first: apt refuses to continue without it.
 $retry sh -c "dpkg --configure -a && $apt update && $apt install -y --no-install-recommends $want" >/dev/null ||
   echo "packages: apt could not install$want; tests that need them skip" >&2

@@ -1,10 +1,10 @@
 #!/bin/sh
-# A small environment with TensorFlow Serving's own Python client, for tests/serving/test_tensorflow_client.py:
+# tfs_env.sh DIRECTORY: create a small environment with TensorFlow Serving's own Python client, for one test file:
 #
 #     scripts/tfs_env.sh /tmp/tfs && SHOAL_TFS_PYTHON=/tmp/tfs/bin/python pytest tests/serving/test_tensorflow_client.py
 #
-# tensorflow-serving-api needs only the generated messages of TensorFlow: those are taken out of its wheel (270 MB to
-# download, 1 MB kept), so that TensorFlow itself is not installed.
+# tensorflow-serving-api needs only the generated messages of TensorFlow: they are extracted from its wheel (270 MB to
+# download, 1 MB kept), so TensorFlow itself is not installed.
 set -eu
 target=${1:?usage: scripts/tfs_env.sh DIRECTORY}
 python3 -m venv "$target"

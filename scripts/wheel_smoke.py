@@ -1,6 +1,6 @@
-"""Runs an installed shoal from anywhere but its source tree: the wheel's own smoke test, on any torch and Python.
+"""The wheel's smoke test: uses an installed shoal, from outside its source tree, with any torch and Python.
 
-python scripts/wheel_smoke.py            # needs torch, numpy, nanobind-backend, protobuf and cramjam, as shoal does
+python scripts/wheel_smoke.py            # needs only what shoal needs: torch, numpy, nanobind-backend and protobuf
 """
 
 import json
@@ -17,7 +17,7 @@ from shoal.table import restore_incremental, save_incremental
 
 
 def train() -> float:
-    """A small model learns on a table; its last loss."""
+    """Trains a small model on a table and returns its last loss."""
     torch.manual_seed(0)
     table = shoal.HashTable(dim=8, optimizer=shoal.Adagrad(lr=0.1), name="smoke", seed=1)
     model = torch.nn.Sequential(shoal.nn.HashEmbeddingBag(table, combiner="mean"), torch.nn.Linear(8, 1))

@@ -1,4 +1,4 @@
-"""What several scenes use: data, exports, trainers, replicas, disks."""
+"""Helpers for several scenes: data, exports, trainers, replicas, disks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ epochs = 1000000
 
 
 def clicks(path: Path, rows: int, bad: float = 0.0, noise_after: int = 1 << 60) -> None:
-    """A log in which users of even number click; after some rows anyone does."""
+    """Writes a log in which users with even numbers click; after some rows clicks are random."""
     rng = np.random.default_rng(0)
     lines = ["click,user,item"]
     for row in range(rows):
@@ -91,7 +91,7 @@ def predict(rest: str, body: Any = None, token: str = "") -> int:
 
 
 def many(call: Callable[[], Any], threads: int) -> Callable[[], None]:
-    """Calls it from several threads for ever; what ends that."""
+    """Calls it repeatedly from several threads; returns a function that stops them."""
     stop = threading.Event()
 
     def run() -> None:
@@ -109,7 +109,7 @@ def train(stage: Any, more: str = "", source: str = '"log.csv"', format: str = "
 
 
 def small_disk(stage: Any, megabytes: int) -> Path:
-    """A disk of a few megabytes."""
+    """Mounts a disk of a few megabytes."""
     place = stage.folder / "disk"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", place], check=True)

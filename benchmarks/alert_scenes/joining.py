@@ -46,7 +46,7 @@ def stopped_streams(stage: Any) -> None:
     ready = join(stage, "dir:impressions", "dir:actions")
     stage.watch(ready["metrics"])
     numbers = iter(range(1000, 1 << 30))
-    # one stream continues, the other has stopped: the windows cannot be closed
+    # one stream continues, the other has stopped, so windows cannot close
     stage.fires("ShoalJoinerBehind", meanwhile=lambda: add([event(next(numbers), user="u")], "impressions"))
 
     def both() -> None:

@@ -1,4 +1,4 @@
-"""Parameter servers: disks, strangers, followers, registry, archive."""
+"""Parameter servers: disks, refused clients, followers, registry, archive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ int fsync(int fd) {
 
 
 def slow_disk(stage: Any) -> dict[str, str]:
-    """The environment of a process whose disk takes 0.4 s to keep something."""
+    """The environment of a process whose syncs take 0.4 s longer."""
     (stage.folder / "slow.c").write_text(SLOW_SYNC)
     library = stage.folder / "slow.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, stage.folder / "slow.c", "-ldl"], check=True)
@@ -37,7 +37,7 @@ def slow_disk(stage: Any) -> dict[str, str]:
 
 
 def writing(addresses: str, rows: int = 2000, threads: int = 1) -> Callable[[], None]:
-    """Writes rows to a server, whatever happens to it, until it is ended."""
+    """Writes rows to a server until it is stopped, ignoring errors."""
     import torch
 
     from shoal.sharded import PsClient, ps_table

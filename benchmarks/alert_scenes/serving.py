@@ -45,7 +45,7 @@ def restarts(stage: Any) -> None:
         with urllib.request.urlopen(f"{page}status.json", timeout=10) as answer:
             row = next(each for each in json.load(answer)["processes"] if each["name"] == "replica-0")
         if row["pid"]:
-            with contextlib.suppress(ProcessLookupError):  # the page is from a moment ago
+            with contextlib.suppress(ProcessLookupError):  # the status page may be out of date
                 os.kill(row["pid"], signal.SIGKILL)
 
     stage.fires("ShoalProcessRestarts", meanwhile=kill)
@@ -97,7 +97,7 @@ def too_often(stage: Any) -> None:
 
 
 def strangers(stage: Any) -> None:
-    # Prometheus has no token, which is just what this alert is about: it reads another port of the same process.
+    # Prometheus has no token, and its scrapes would count as unknown callers, so it reads another port of the process.
     tokens = stage.folder / "tokens"
     tokens.write_text("shop s3cret\n")
     code = textwrap.dedent("""

@@ -1,4 +1,4 @@
-"""Pushes that do not arrive, or late."""
+"""Pushes that arrive late or not at all."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def dropped_ids(stage: Any) -> None:
         table = test_hash_table(1, name_suffix="t", sync_client=handle)
         print(json.dumps({"metrics": f"127.0.0.1:{server.server_port}"}), flush=True)
         ids = torch.arange(3_000_000)
-        for part in ids.split(500_000):  # nobody pushes them: more than are remembered
+        for part in ids.split(500_000):  # never pushed, and more than can be remembered
             table.apply_gradients(part, torch.ones(len(part), 1))
         config = ClientConfig(targets=["127.0.0.1:1"], model_name="m", signature_name="hashtable_assign")
         client.create_sync_op(config.SerializeToString())

@@ -1,4 +1,4 @@
-"""Trainers with bad data, none, or no room."""
+"""Trainers with bad data, no data or a full disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def old_data(stage: Any) -> None:
     folder = stage.folder / "grows"
     folder.mkdir()
     lines = "".join(json.dumps({"click": n % 2, "user": f"u{n % 50}", "item": f"i{n % 7}"}) + "\n" for n in range(5000))
-    for number in range(400):  # more than can be learnt at once, and an hour old
+    for number in range(400):  # more than can be learnt quickly, and an hour old
         (folder / f"{number:04d}.json").write_text(lines)
         os.utime(folder / f"{number:04d}.json", (time.time() - 3600,) * 2)
     stage.watch(stage.ready(train(stage, "[out]\nlog_s = 1\n", source='"dir:grows"', format="json"))["metrics"])

@@ -1,1 +1,1 @@
-"""Faults applied to real processes, and what they cost: `make chaos`, `python -m benchmarks.reliability`."""
+"""Faults applied to real processes, and their cost: `make chaos`, `python -m benchmarks.reliability`."""

@@ -1,8 +1,8 @@
-"""Ranks that are killed and frozen again and again while they train, and what that costs.
+"""Ranks that are repeatedly killed and frozen while they train, and the cost of that.
 
-A run under ``shoal launch --max-restarts`` is compared with one that nobody disturbs: rows, with the state of their
-optimizer, and weights must be the same bits. The longest pause is the longest time without a step: from the kill until
-the others have noticed, all ranks have started again, have loaded the last checkpoint and have made a step.
+A run under ``shoal launch --max-restarts`` is compared with an undisturbed run: rows, optimizer state and weights must
+be bit-identical. The longest pause is the longest time without a step: after a kill, the other ranks must notice it,
+and all ranks must restart, load the last checkpoint and make a step.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Run:
             )  # fmt: skip
 
     def steps(self) -> list[tuple[float, int]]:
-        """When each step was made, and its number."""
+        """The time and the number of each step."""
         lines = self._steps.read_text().splitlines() if self._steps.exists() else []
         return [(float(at), int(step)) for at, step in (line.split() for line in lines if line.count(" ") == 1)]
 
@@ -92,7 +92,7 @@ class Run:
         return True
 
     def ranks(self) -> list[int]:
-        """The processes of its ranks."""
+        """The pids of its ranks."""
         found = []
         for entry in Path("/proc").iterdir():
             try:
@@ -104,7 +104,7 @@ class Run:
         return found
 
     def stop(self) -> None:
-        """With a checkpoint."""
+        """Stops the run, which writes a checkpoint."""
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(120)
 
@@ -114,7 +114,7 @@ class Run:
             self.process.wait(30)
 
     def content(self) -> tuple[int, dict[Any, Any], dict[str, bytes]]:
-        """Step, rows and weights of its last checkpoint."""
+        """The step, rows and weights of its last checkpoint."""
         from safetensors.numpy import load_file
 
         from shoal.table.offline.source import open_source

@@ -1,4 +1,4 @@
-"""Servers of a group, workers that write to them and note what was acknowledged, and waits with an end."""
+"""Servers of a group, workers that record acknowledged writes, and waits with a deadline."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def shoal(*words: object) -> list[str]:
 
 @dataclass
 class Server:
-    """A `shoal ps` process of a group, which is started again at its port; on a host and a machine of its own if
-    given."""
+    """A `shoal ps` process of a group, which restarts on the same port; optionally on a separate host and machine."""
 
     folder: Path
     registry: str
@@ -94,7 +93,7 @@ class Server:
 
 @dataclass
 class Worker:
-    """A thread that writes one row after another, and sets one to rising numbers."""
+    """A thread that updates one row after another, and sets one row to rising numbers."""
 
     number: int
     addresses: list[str]
@@ -148,7 +147,7 @@ def running(workers: Sequence[Worker]) -> Iterator[None]:
 
 
 def checked(history: History, addresses: list[str], workers: Sequence[Worker] = ()) -> list[str]:
-    """What is wrong: updates that are lost, doubled or out of order, and workers that failed."""
+    """Reports updates that are lost, doubled or out of order, and workers that failed."""
     wrong = [f"worker {worker.number}: {worker.error!r}" for worker in workers if worker.error is not None]
     with PsClient(addresses, deadline=LONG) as client:
         wrong += [str(found) for found in findings(history, client)]
@@ -176,7 +175,7 @@ def tell_wrong(report: Report, what: str, wrong: list[str]) -> None:
 
 
 def tell(report: Report, what: str, value: float, unit: str = "", at_most: float | None = None) -> None:
-    """A number, and the largest that is wanted."""
+    """Adds a number, and the largest acceptable one, to the report."""
     text = f"{value:.2f} {unit}" if unit else f"{value:g}"
     report.add(what, text, ratio=None if at_most is None else value, goal=at_most, at_most=True)
 
@@ -191,7 +190,7 @@ def until(check: Callable[[], Any], what: str, seconds: float = WAIT_S) -> Any:
 
 
 def roles(servers: Sequence[Server], deadline: timedelta = SHORT) -> dict[str, dict[str, Any]]:
-    """What each server that answers says of its group, by its address."""
+    """The group information of each server that answers, by address."""
     told = {}
     for server in servers:
         with PsClient([server.address], deadline=deadline) as client, suppress(DeadlineError):
@@ -200,7 +199,7 @@ def roles(servers: Sequence[Server], deadline: timedelta = SHORT) -> dict[str, d
 
 
 def leader(servers: Sequence[Server], in_sync: int, seconds: float = WAIT_S) -> Server:
-    """The server that leads, once so many are in sync."""
+    """The leader, once ``in_sync`` servers are in sync."""
 
     def look() -> Server | None:
         for address, told in roles(servers).items():
@@ -229,7 +228,7 @@ def group(servers: Sequence[Server]) -> list[str]:
 
 
 def resumed(workers: Sequence[Worker], more: int = 2) -> float:
-    """Waits until every worker has made further updates; seconds."""
+    """Waits until every worker has made further updates; returns the seconds."""
     begin, counts = time.monotonic(), [worker.done for worker in workers]
 
     def moved() -> bool:

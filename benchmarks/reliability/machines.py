@@ -19,7 +19,7 @@ from shoal.testing.zookeeper import ZooKeeper
 
 
 class Scene:
-    """Two servers, each on a machine of its own, and a ZooKeeper."""
+    """Two servers, each with its own machine (clock and disk), and a ZooKeeper."""
 
     def __init__(self, servers: list[g.Server], zookeeper: ZooKeeper, rng: random.Random) -> None:
         self.servers, self.zookeeper, self.rng = servers, zookeeper, rng
@@ -40,7 +40,7 @@ class Scene:
         server.machine.heal()
 
     def failing_sync(self) -> None:
-        """A server whose sync failed ends; its disk is what it was, and it starts again."""
+        """A sync fails: the server must end, and start again from the unchanged disk."""
         server = self.some()
         self.on(server, sync_errno=errno.EIO)
         assert server.process is not None
@@ -48,13 +48,13 @@ class Scene:
         server.start()
 
     def stepped(self) -> None:
-        """For good: no two clocks are right at the same time."""
+        """Steps a clock permanently, so that the two clocks differ."""
         machine = self.some().machine
         assert machine is not None
         machine.set(clock_s=self.rng.uniform(-86400, 86400))
 
     def damaged(self) -> None:
-        """A byte of a file of a follower changes while it is down."""
+        """Changes a byte of a follower's file while the follower is down."""
         self.other.kill()
         files = [path for path in self.other.folder.rglob("*") if path.is_file() and path.stat().st_size > 64]
         path = self.rng.choice([path for path in files if "log-" in path.name or "checkpoint" in str(path)] or files)

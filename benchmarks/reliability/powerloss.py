@@ -1,4 +1,4 @@
-"""Power loss: a trace of a server's writes and syncs, cut at every point; it comes back with what was acknowledged."""
+"""Power loss: a trace of a server's writes and syncs, cut at every point; no acknowledged write may be lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.sharded.ps.protocol import Op, Request
 from shoal.sharded.ps.server import log as log_module
 
 KEPT = ("none", "all", "torn", "some")
-"""Of what was written and not synced."""
+"""How much of the unsynced data is on the disk after a power loss."""
 
 
 def powerloss(report: Report, options: Namespace, folder: Path) -> None:
@@ -56,7 +56,7 @@ def _begin(trace: list[Any], acknowledged: list[tuple[int, int]]) -> None:
 
 
 def _cut_at(cut: int, seed: int, folder: Path, end: float | None) -> tuple[int, list[str]]:
-    """How many disks a power loss at this point can leave, of those that are tried, and which do not recover."""
+    """The number of possible disks after a power loss at this point that were tried, and those that do not recover."""
     trace, acknowledged = _given
     if end is not None and time.monotonic() > end:
         return 0, []
@@ -74,7 +74,7 @@ def _cut_at(cut: int, seed: int, folder: Path, end: float | None) -> tuple[int, 
 
 
 def _trace(folder: Path, operations: int) -> tuple[list[tuple[str, str, int, bytes]], list[tuple[int, int]]]:
-    """What a server wrote and synced, and after how many of these how many writes were acknowledged."""
+    """A server's writes and syncs, and how many requests were acknowledged after each of them."""
     trace: list[tuple[str, str, int, bytes]] = []
     acknowledged: list[tuple[int, int]] = []
     real_write, real_sync, names = os.pwritev, os.fdatasync, {}
@@ -138,7 +138,7 @@ class _Os:
 
 
 def _left(trace: list[Any], kept: str, rng: random.Random) -> dict[str, bytes]:
-    """The files of a disk that kept all that was synced and of the rest none, all, a torn part, or some."""
+    """The files of a disk with all synced data and, of the rest, nothing, everything, a torn part or some of it."""
     safe = {name: place for place, (kind, name, _, _) in enumerate(trace) if kind == "sync"}
     files: dict[str, bytearray] = {}
     for place, (kind, name, offset, data) in enumerate(trace):
@@ -156,7 +156,7 @@ def _left(trace: list[Any], kept: str, rng: random.Random) -> dict[str, bytes]:
 
 
 def _recovers(folder: Path, files: dict[str, bytes], least: int, most: int) -> bool:
-    """Whether a server comes back with at least the acknowledged writes, in order."""
+    """Whether a server recovers with at least the acknowledged writes, in order."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, content in files.items():

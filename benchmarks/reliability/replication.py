@@ -122,7 +122,7 @@ def _role(server: Server) -> str:
 
 
 def _acknowledges(server: Server) -> int:
-    """1 where a server that was cut off from the registry acknowledges a write."""
+    """1 if a server that was cut off from the registry acknowledges a write, else 0."""
     with PsClient([server.address], deadline=timedelta(seconds=1)) as client:
         try:
             table_of(client).apply_gradients(torch.tensor([5]), torch.ones(1, DIM), 0)

@@ -21,7 +21,7 @@ from shoal.sharded.ps.archive.uploading import Uploading
 def restoring(report: Report, options: Namespace, folder: Path) -> None:
     from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it tells of every request
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs every request
     s3 = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     s3.start()
     try:

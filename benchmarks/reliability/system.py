@@ -1,8 +1,8 @@
-"""The whole system under faults: events into Redis, a joiner, a trainer, a shard on two servers, replicas, a client.
+"""The complete system under faults: events into Redis, a joiner, a trainer, a shard on two servers, replicas, a client.
 
-Each process is killed or frozen, again and again. At the end: every impression is one sample with the right label, the
-rows and weights are those that a run over the same samples learns undisturbed, the rows of other workers on the same
-servers are right, the two replicas agree, and no prediction failed.
+Each process is repeatedly killed or frozen. At the end, every impression must be one sample with the right label, rows
+and weights must equal those of an undisturbed run over the same samples, the rows of other workers on the same servers
+must be right, the two replicas must agree, and no prediction may have failed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ registry = "dir:registry"
 
 
 class System:
-    """All processes, and how each of them is killed, frozen and started again."""
+    """All processes of the system, with functions that kill, freeze and restart each of them."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self._stack = folder, stack
@@ -128,7 +128,7 @@ class System:
         return made
 
     def faults(self, rng: random.Random) -> dict[str, Callable[[], None]]:
-        """By name."""
+        """The faults, by name."""
 
         def again(process: Process) -> None:
             process.kill()
@@ -228,7 +228,7 @@ def system(report: Report, options: Namespace, folder: Path) -> None:
 
 
 def _samples(running: System, events: Events) -> list[str]:
-    """Waits until all impressions are samples; those that are missing, doubled or wrong."""
+    """Waits until all impressions are samples; returns those that are missing, doubled or wrong."""
     import redis
 
     client = redis.Redis(port=running.redis.port)
@@ -245,7 +245,7 @@ def _samples(running: System, events: Events) -> list[str]:
 
 
 def _learnt(running: System, steps: int) -> int:
-    """Waits until the trainer has learnt all full batches; stops it, and says its last step."""
+    """Waits until the trainer has learnt all full batches, stops it, and returns its last step."""
 
     def learnt() -> bool:
         running.alive()
@@ -275,7 +275,7 @@ def _dense(run: Path) -> bytes:
 
 
 def _answers(running: System) -> int:
-    """In how many of 500 answers the two replicas differ, once both have what there is."""
+    """The number of 500 answers in which the two replicas differ, once both have had time to catch up."""
     rows = {"user": [f"u{n}" for n in range(500)], "item": [f"i{n % 131}" for n in range(500)]}
 
     def ask(address: str) -> list[float]:
@@ -294,7 +294,7 @@ def _answers(running: System) -> int:
 
 
 def _undisturbed(running: System, step: int) -> tuple[list[Any], bytes]:
-    """What a run over the same samples learns with a server of its own."""
+    """Rows and weights of an undisturbed run over the same samples, with a separate server."""
     folder = running.folder
     plain = Process("ps", "--durability", "log", "--dir", folder / "plain-ps", "--json", log=folder / "plain-ps.log")
     try:

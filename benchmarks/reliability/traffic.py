@@ -1,4 +1,4 @@
-"""What a whole system is given: impressions and clicks in streams, and a client that asks for predictions."""
+"""The input of a complete system: impressions and clicks in streams, and a client that asks for predictions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RATE, PAGE, WINDOW_S = 400, 20, 2.0
 
 
 class Events(threading.Thread):
-    """Writes impressions and clicks; every third user clicks, some of them too late."""
+    """Writes impressions and clicks: a click for every third impression, some of them too late."""
 
     def __init__(self, shown: str, acts: str) -> None:
         super().__init__(daemon=True)
@@ -29,7 +29,7 @@ class Events(threading.Thread):
         ).encode()
 
     def click(self, number: int) -> tuple[float, bytes] | None:
-        """Of every third impression; of every ninth it is too late."""
+        """The click of every third impression; that of every ninth is too late."""
         if number % 3:
             return None
         at = self.base + number / RATE + (WINDOW_S * 1.5 if number % 9 == 0 else WINDOW_S / 2)
@@ -77,7 +77,7 @@ class Events(threading.Thread):
 
 
 class Asking(threading.Thread):
-    """A client that asks all the time, through the registry."""
+    """A client that keeps asking for predictions, through the registry."""
 
     def __init__(self, registry: str) -> None:
         super().__init__(daemon=True)
