@@ -188,5 +188,9 @@ def _work(rank: int, world_size: int, setup: dict[str, Any], call: bytes) -> Any
             world_size=world_size,
             timeout=timeout,
         )
+        # A group starts on one rank before the others have finished connecting to it, and ending it then fails them.
+        started = collectives.part_of(store, "run_ranks_started")
+        started.set(str(rank), "")
+        started.wait([str(r) for r in range(world_size)], timeout)
     fn, args, kwargs = unpack_call(call)
     return fn(rank, world_size, *args, **kwargs)
