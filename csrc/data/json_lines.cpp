@@ -5,6 +5,7 @@
 #include <string>
 
 #include "core/thread_pool.h"
+#include "data/json_text.h"
 #include "data/numbers.h"
 
 namespace shoal {
@@ -34,7 +35,7 @@ class Reader {
   explicit Reader(std::string_view text) : at_(text.data()), end_(text.data() + text.size()) {}
 
   void skip_space() {
-    while (at_ < end_ && (*at_ == ' ' || *at_ == '\t' || *at_ == '\r' || *at_ == '\n')) ++at_;
+    while (at_ < end_ && is_json_space(*at_)) ++at_;
   }
   bool take(char wanted) {
     skip_space();
@@ -57,20 +58,14 @@ class Reader {
   // The text between quotes; `scratch` holds it if there were escapes.
   std::string_view text(std::string* scratch) {
     expect('"');
-    const char* begin = at_;
-    while (at_ < end_ && *at_ != '"' && *at_ != '\\') ++at_;
-    if (at_ < end_ && *at_ == '"') return {begin, static_cast<size_t>(at_++ - begin)};
-    scratch->assign(begin, at_);
-    while (true) {
-      if (at_ == end_) fail("ends inside a text");
-      const char c = *at_++;
-      if (c == '"') return *scratch;
-      if (c == '\\') {
-        escape(scratch);
-      } else {
-        scratch->push_back(c);
-      }
-    }
+    std::string_view raw;
+    if (!json_text(&at_, end_, &raw)) fail("ends inside a text");
+    if (raw.find('\\') == raw.npos) return raw;
+    scratch->clear();
+    const Unescaped result = append_unescaped(raw, scratch);
+    if (result == Unescaped::broken_escape) fail("has an escape that is not JSON");
+    if (result == Unescaped::lone_surrogate) fail("has half of a surrogate pair");
+    return *scratch;
   }
 
   Scalar scalar(std::string* scratch) {
@@ -117,49 +112,6 @@ class Reader {
   [[noreturn]] static void fail(const std::string& what) { throw Malformed("it is not a JSON object: it " + what); }
 
  private:
-  void escape(std::string* out) {
-    if (at_ == end_) fail("ends inside a text");
-    const char c = *at_++;
-    const std::string_view from = "\"\\/bfnrt", to = "\"\\/\b\f\n\r\t";
-    if (const size_t found = from.find(c); found != from.npos) {
-      out->push_back(to[found]);
-      return;
-    }
-    if (c != 'u') fail("has an escape that is not JSON");
-    uint32_t code = hex();
-    if (code >= 0xd800 && code < 0xdc00) {  // the first half of a pair
-      if (end_ - at_ < 6 || at_[0] != '\\' || at_[1] != 'u') fail("has half of a surrogate pair");
-      at_ += 2;
-      const uint32_t low = hex();
-      if (low < 0xdc00 || low > 0xdfff) fail("has half of a surrogate pair");
-      code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
-    } else if (code >= 0xdc00 && code < 0xe000) {
-      fail("has half of a surrogate pair");
-    }
-    const auto put = [&](uint32_t byte) { out->push_back(static_cast<char>(byte)); };
-    if (code < 0x80) {
-      put(code);
-    } else if (code < 0x800) {
-      put(0xc0 | code >> 6), put(0x80 | (code & 0x3f));
-    } else if (code < 0x10000) {
-      put(0xe0 | code >> 12), put(0x80 | (code >> 6 & 0x3f)), put(0x80 | (code & 0x3f));
-    } else {
-      put(0xf0 | code >> 18), put(0x80 | (code >> 12 & 0x3f)), put(0x80 | (code >> 6 & 0x3f)),
-          put(0x80 | (code & 0x3f));
-    }
-  }
-  uint32_t hex() {
-    uint32_t value = 0;
-    if (end_ - at_ < 4) fail("ends inside a text");
-    for (int i = 0; i < 4; ++i) {
-      const char c = *at_++;
-      const int digit = c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1;
-      if (digit < 0) fail("has an escape that is not JSON");
-      value = value << 4 | static_cast<uint32_t>(digit);
-    }
-    return value;
-  }
-
   const char* at_;
   const char* end_;
 };

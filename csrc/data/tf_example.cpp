@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include "core/thread_pool.h"
-#include "core/wire_fields.h"
+#include "core/wire.h"
 #include "io/crc32c.h"
 #include "io/record.h"
 
@@ -19,7 +19,7 @@ struct Malformed : std::runtime_error {
 struct FailExample {
   [[noreturn]] void operator()(const std::string& what) const { throw Malformed("it is not a tf.Example: it " + what); }
 };
-using Fields = WireFields<FailExample>;
+using Fields = wire::Fields<FailExample>;
 
 // One Feature: a list of texts, floats or integers.
 struct Values {
@@ -47,7 +47,7 @@ struct Values {
           integers.push_back(static_cast<int64_t>(list.number));
         } else if (kind == 3 && list.type == 2) {
           for (Fields packed(list.bytes); !packed.done();) {
-            integers.push_back(static_cast<int64_t>(packed.varint()));
+            integers.push_back(static_cast<int64_t>(packed.number_left()));
           }
         } else {
           throw Malformed("a list of values has wire type " + std::to_string(list.type));

@@ -9,6 +9,8 @@
 #include <immintrin.h>
 #endif
 
+#include "core/half.h"
+
 namespace shoal::SHOAL_ISA {
 
 void unpack12(const uint8_t* packed, int64_t n, uint16_t* out) {
@@ -91,20 +93,6 @@ void quantize(const float* z, int64_t n, float scale, float offset, int bins, ui
   }
 }
 
-namespace {
-
-float half_to_float(uint16_t h) {
-  uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, magnitude = h & 0x7fff;
-  if (magnitude >= 0x7c00) return std::bit_cast<float>(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-  if (magnitude < 0x400) {  // subnormal: exact in float32
-    float value = static_cast<float>(magnitude) * 0x1p-24f;
-    return sign ? -value : value;
-  }
-  return std::bit_cast<float>(sign | ((magnitude << 13) + (112u << 23)));
-}
-
-}  // namespace
-
 void widen(const uint8_t* values, int64_t n, int kind, float* out) {
   if (kind == 1) {
     std::memcpy(out, values, static_cast<size_t>(n) * 4);
@@ -113,7 +101,7 @@ void widen(const uint8_t* values, int64_t n, int kind, float* out) {
   for (int64_t i = 0; i < n; ++i) {
     uint16_t bits;
     std::memcpy(&bits, values + 2 * i, 2);
-    out[i] = kind == 3 ? std::bit_cast<float>(static_cast<uint32_t>(bits) << 16) : half_to_float(bits);
+    out[i] = kind == 3 ? std::bit_cast<float>(static_cast<uint32_t>(bits) << 16) : from_half(bits);
   }
 }
 

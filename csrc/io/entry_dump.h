@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "io/wire.h"
+#include "core/wire.h"
 #include "table/rows/layout.h"
 
 namespace shoal {

@@ -2,8 +2,8 @@
 
 #include <stdexcept>
 
+#include "core/wire.h"
 #include "io/error.h"
-#include "io/wire.h"
 
 namespace shoal {
 

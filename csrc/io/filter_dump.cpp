@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/wire.h"
 #include "io/error.h"
 #include "io/out_file.h"
 #include "io/record.h"
-#include "io/wire.h"
 
 namespace shoal {
 

@@ -2,7 +2,7 @@
 
 #include <unordered_map>
 
-#include "core/wire_fields.h"
+#include "core/wire.h"
 #include "ops/common.h"
 
 namespace shoal::ops {
@@ -11,7 +11,7 @@ namespace {
 struct FailSharding {
   [[noreturn]] void operator()(const std::string& what) const { fail("sharding_sparse_fids: a message " + what); }
 };
-using Reader = WireFields<FailSharding>;
+using Reader = wire::Fields<FailSharding>;
 
 int64_t to_v2(uint64_t v1) { return static_cast<int64_t>((v1 >> 54) << 48 | (v1 & ((uint64_t{1} << 48) - 1))); }
 

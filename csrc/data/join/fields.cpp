@@ -1,8 +1,8 @@
 #include "data/join/fields.h"
 
 #include <cmath>
-#include <cstring>
 
+#include "data/json_text.h"
 #include "data/numbers.h"
 
 namespace shoal::join {
@@ -11,11 +11,9 @@ namespace {
 
 constexpr char kBetweenKeys = '\x1f';
 
-bool is_space(char c) { return c == ' ' || c == '\n' || c == '\r' || c == '\t'; }
-
 std::string_view trimmed(std::string_view text) {
-  while (!text.empty() && is_space(text.front())) text.remove_prefix(1);
-  while (!text.empty() && is_space(text.back())) text.remove_suffix(1);
+  while (!text.empty() && is_json_space(text.front())) text.remove_prefix(1);
+  while (!text.empty() && is_json_space(text.back())) text.remove_suffix(1);
   return text;
 }
 
@@ -45,7 +43,7 @@ class Members {
     if (*at_ == '{' || *at_ == '[') {
       if (!nested()) return fail(why, "ends inside a JSON value");
     } else {
-      while (at_ < end_ && *at_ != ',' && *at_ != '}' && *at_ != ']' && !is_space(*at_)) ++at_;
+      while (at_ < end_ && *at_ != ',' && *at_ != '}' && *at_ != ']' && !is_json_space(*at_)) ++at_;
     }
     *value = {begin, static_cast<size_t>(at_ - begin)};
     const bool scalar = *begin != '{' && *begin != '[';
@@ -68,7 +66,7 @@ class Members {
     return at_ == end_ ? false : fail(why, "has bytes after its JSON object");
   }
   void skip_spaces() {
-    while (at_ < end_ && is_space(*at_)) ++at_;
+    while (at_ < end_ && is_json_space(*at_)) ++at_;
   }
   bool take(char c) {
     skip_spaces();
@@ -78,18 +76,8 @@ class Members {
   }
   bool string(std::string_view* out) {
     if (at_ == end_ || *at_ != '"') return false;
-    const char* begin = ++at_;
-    while (true) {
-      const char* quote = static_cast<const char*>(std::memchr(at_, '"', end_ - at_));
-      if (quote == nullptr) return false;
-      const char* slash = quote;
-      while (slash > begin && slash[-1] == '\\') --slash;
-      at_ = quote + 1;
-      if ((quote - slash) % 2 == 0) {
-        *out = {begin, static_cast<size_t>(quote - begin)};
-        return true;
-      }
-    }
+    ++at_;
+    return json_text(&at_, end_, out);
   }
   bool nested() {
     int64_t depth = 0;
@@ -112,62 +100,10 @@ class Members {
   bool first_ = true;
 };
 
-void append_utf8(uint32_t code, std::string* out) {
-  const auto tail = [&](int shift) { out->push_back(static_cast<char>(0x80 | ((code >> shift) & 0x3f))); };
-  if (code < 0x80) {
-    out->push_back(static_cast<char>(code));
-  } else if (code < 0x800) {
-    out->push_back(static_cast<char>(0xc0 | (code >> 6)));
-    tail(0);
-  } else if (code < 0x10000) {
-    out->push_back(static_cast<char>(0xe0 | (code >> 12)));
-    tail(6), tail(0);
-  } else {
-    out->push_back(static_cast<char>(0xf0 | (code >> 18)));
-    tail(12), tail(6), tail(0);
-  }
-}
-
-bool hex4(std::string_view text, size_t at, uint32_t* out) {
-  if (at + 4 > text.size()) return false;
-  *out = 0;
-  for (size_t i = at; i < at + 4; ++i) {
-    const char c = text[i];
-    const int digit = c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1;
-    if (digit < 0) return false;
-    *out = *out * 16 + static_cast<uint32_t>(digit);
-  }
-  return true;
-}
-
-// Appends a JSON string unescaped, so that two spellings of one text are one key.
-bool append_unescaped(std::string_view text, std::string* out) {
-  for (size_t i = 0; i < text.size(); ++i) {
-    if (text[i] != '\\') {
-      out->push_back(text[i]);
-      continue;
-    }
-    if (++i == text.size()) return false;
-    static constexpr std::string_view from = "\"\\/bfnrt", to = "\"\\/\b\f\n\r\t";
-    if (const size_t known = from.find(text[i]); known != std::string_view::npos) {
-      out->push_back(to[known]);
-      continue;
-    }
-    uint32_t code, low;
-    if (text[i] != 'u' || !hex4(text, i + 1, &code)) return false;
-    i += 4;
-    if (code >= 0xd800 && code < 0xdc00 && text.substr(i + 1, 2) == "\\u" && hex4(text, i + 3, &low) && low >= 0xdc00 &&
-        low < 0xe000) {
-      code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
-      i += 6;
-    }
-    append_utf8(code, out);
-  }
-  return true;
-}
-
+// Appends a value, unescaped if it is a text, so that two spellings of one text are one key.
 bool text_of(std::string_view raw, bool quoted, std::string* out) {
-  if (quoted && raw.find('\\') != std::string_view::npos) return append_unescaped(raw, out);
+  if (quoted && raw.find('\\') != std::string_view::npos)
+    return append_unescaped(raw, out) != Unescaped::broken_escape;
   out->append(raw);
   return true;
 }

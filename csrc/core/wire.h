@@ -1,7 +1,10 @@
-// Protobuf's wire format: a reader that checks every length, and functions to write fields.
+// Protobuf's wire format: readers that check every length, and functions to write fields.
 #pragma once
+#include <bit>
 #include <cstdint>
 #include <cstring>
+#include <string>
+#include <string_view>
 
 namespace shoal::wire {
 
@@ -9,11 +12,7 @@ enum Type : uint32_t { varint = 0, fixed64 = 1, bytes = 2, group = 3, end_group 
 
 constexpr uint32_t tag(uint32_t field, Type type) { return field << 3 | type; }
 
-constexpr size_t varint_bytes(uint64_t v) {
-  size_t n = 1;
-  for (; v >= 128; v >>= 7) ++n;
-  return n;
-}
+constexpr size_t varint_bytes(uint64_t v) { return (static_cast<size_t>(std::bit_width(v | 1)) + 6) / 7; }
 
 inline char* put_varint(uint64_t v, char* out) {
   for (; v >= 128; v >>= 7) *out++ = static_cast<char>(v | 128);
@@ -89,6 +88,67 @@ struct Reader {
         return false;
     }
   }
+};
+
+// The fields of a message one after another, for callers that throw. `Fail` is called with the reason and must throw:
+// the caller knows the message's name.
+template <class Fail>
+class Fields {
+ public:
+  explicit Fields(std::string_view message)
+      : rest_{reinterpret_cast<const uint8_t*>(message.data()),
+              reinterpret_cast<const uint8_t*>(message.data()) + message.size()} {}
+
+  bool done() const { return rest_.done(); }
+
+  // Moves to the next field; false at the end.
+  bool next() {
+    if (done()) return false;
+    const uint64_t key = number_left();
+    if (key >> 32 || key >> 3 == 0) fail("has field number " + std::to_string(key >> 3));
+    field = static_cast<int>(key >> 3);
+    type = static_cast<int>(key & 7);
+    switch (type) {
+      case varint:
+        number = number_left();
+        return true;
+      case fixed64:
+        take(8);
+        return true;
+      case Type::bytes:
+        take(number_left());
+        return true;
+      case fixed32:
+        take(4);
+        return true;
+      default:
+        fail("has a field of wire type " + std::to_string(type) + "; only 0, 1, 2 and 5 are supported");
+    }
+  }
+
+  uint64_t number_left() {
+    uint64_t v;
+    if (!rest_.number(&v)) fail(done() ? "is cut off inside a number" : "holds a number of more than 64 bits");
+    return v;
+  }
+
+  int field = 0, type = 0;
+  uint64_t number = 0;
+  std::string_view bytes;
+
+ private:
+  void take(uint64_t size) {
+    if (size > rest_.left())
+      fail("is cut off: " + std::to_string(size) + " bytes promised, " + std::to_string(rest_.left()) + " left");
+    bytes = {reinterpret_cast<const char*>(rest_.p), static_cast<size_t>(size)};
+    rest_.p += size;
+  }
+  [[noreturn]] static void fail(const std::string& what) {
+    Fail{}(what);
+    __builtin_unreachable();
+  }
+
+  Reader rest_;
 };
 
 }  // namespace shoal::wire
