@@ -34,7 +34,8 @@ bool Rates::admit(std::string_view caller, int64_t now_ns) {
   return true;
 }
 
-// Drops buckets that are full after a second without a request, so as good as new; if there are none, drops all.
+// Drops buckets without a request for a second, which are full again unless the limit is below 1 per second; if there
+// are none, drops all.
 void Rates::forget(int64_t now_ns) {
   constexpr int64_t kSecondNs = 1'000'000'000;
   for (auto each = buckets_.begin(); each != buckets_.end();) {

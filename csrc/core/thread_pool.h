@@ -14,7 +14,7 @@ void set_num_threads(int n);  // throws std::invalid_argument unless 1 <= n <= 1
 // first exception of a body after the parts already begun have ended.
 void parallel_parts(int64_t parts, FunctionRef<void(int64_t)> body);
 
-// Calls body(begin, end) for disjoint pieces of [0, n), each longer than grain / 2. Runs inline if n <= grain.
+// Calls body(begin, end) for disjoint pieces of [0, n), each at least grain / 2 long. Runs inline if n <= grain.
 void parallel_for(int64_t n, int64_t grain, FunctionRef<void(int64_t, int64_t)> body);
 
 }  // namespace shoal

@@ -7,8 +7,8 @@
 
 namespace shoal {
 
-// A row of numbers and the ids of all features per sample. A feature has one id per sample; if some feature is listed,
-// all may have any number of ids, and `lengths` has an entry per sample and feature.
+// A row of numbers and the ids of all features per sample. A feature has one id per sample, a listed one any number.
+// `lengths` has an entry per sample and feature; it may be empty if no feature is listed.
 struct Block {
   int64_t rows = 0;
   std::vector<float> label;

@@ -75,7 +75,7 @@ class Reader {
     const char* begin = at_;
     while (at_ < end_ && *at_ != ',' && *at_ != '}' && *at_ != ']' && *at_ > ' ') ++at_;
     const std::string_view word(begin, static_cast<size_t>(at_ - begin));
-    if (word == "null") return {};
+    if (word == "null") return {Scalar::null, word};
     if (word == "true" || word == "false") return {Scalar::truth, word, word == "true"};
     double ignored;
     if (word.empty() || word[0] == '+' || !to_number(word, &ignored))
@@ -158,23 +158,23 @@ void use_value(const ExampleLayout& layout, const Use& use, std::string_view nam
                Sample* out) {
   double number = 0;
   std::string why;
+  const auto got = [&] { return ", got " + (in_list ? "a list" : shown(value.view)); };
   switch (use.what) {
     case What::sparse:
       if (!add_value(layout.set.features[use.index], value, &out->lists[use.index], &why)) bad_value(name, why);
       return;
     case What::dense:
       if (value.kind == Scalar::null || (value.kind == Scalar::text && value.view.empty())) return;
-      if (in_list || !number_of(value, &number)) bad_value(name, "must be a finite number, got " + shown(value.view));
+      if (in_list || !number_of(value, &number)) bad_value(name, "must be a finite number" + got());
       out->dense[use.index] = static_cast<float>(number);
       return;
     case What::label:
-      if (in_list || !number_of(value, &number))
-        bad_value(name, "is the label and must be a number, got " + (in_list ? "a list" : shown(value.view)));
+      if (in_list || !number_of(value, &number)) bad_value(name, "is the label and must be a number" + got());
       out->label = number, out->labelled = true;
       return;
     case What::time:
       if (in_list || !number_of(value, &number) || !(number >= 0 && number <= 4294967295.0))
-        bad_value(name, "must be a time in seconds since 1970, got " + (in_list ? "a list" : shown(value.view)));
+        bad_value(name, "must be a time in seconds since 1970" + got());
       out->time = number;
   }
 }

@@ -8,10 +8,10 @@
 
 namespace shoal {
 
-// Samples in order. Features have any number of ids if one of the rules is listed, else exactly one. The value of a
-// feature is a text, a number, true or false, or a list of them; null is a missing value. Numbers may also be texts.
-// The value of a name that the layout does not have is skipped. An object that cannot be read is bad and gives no
-// sample. `threads` spreads the work over the pool.
+// Samples in order. A listed feature has any number of ids, any other exactly one. The value of a feature is a text, a
+// number, true or false, or a list of them; null is a missing value. Numbers may also be texts. The value of a name
+// that the layout does not have is skipped. An object that cannot be read is bad and gives no sample. `threads` spreads
+// the work over the pool.
 Block parse_json_objects(const ExampleLayout& layout, const std::vector<std::string_view>& messages, bool threads);
 
 }  // namespace shoal

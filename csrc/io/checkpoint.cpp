@@ -137,7 +137,7 @@ std::vector<SavedShard> save(const std::vector<SaveSource>& sources, const SaveT
                                 std::to_string(target.temporary.size()) + " and " + std::to_string(shards));
   }
   std::vector<EntryEncoder> encoders;
-  std::vector<int64_t> now;  // the time of each table at which rows are stale or not, for the entire save
+  std::vector<int64_t> now;  // of each table: the time by which the entire save decides which rows are stale
   for (const SaveSource& source : sources) {
     if (source.table->layout().serving) throw std::invalid_argument("save is not supported by serving entries");
     encoders.emplace_back(source.table->layout(), target.state);

@@ -136,8 +136,8 @@ bool Front::admits(const Call& call) const {
   for (const auto& [key, value] : call.metadata)
     if (key == "authorization") bearer = value;
   std::string_view caller;
-  for (size_t i = 0; i < options_.names.size() && !bearer.empty();
-       ++i)  // compare all, so that the time reveals nothing
+  // Compares all, so that the time reveals nothing.
+  for (size_t i = 0; i < options_.names.size() && !bearer.empty(); ++i)
     if (same_secret(options_.bearers[i], bearer)) caller = options_.names[i];
   if (caller.empty()) caller = call.peer->common_name;
   if (caller.empty()) {

@@ -178,8 +178,8 @@ std::vector<std::array<int64_t, 4>> Batch::parts(int64_t max_rows) const {
 
 void Batch::answer(size_t first, size_t count, std::string_view spec, const std::vector<Output>& outputs) {
   if (first + count > rows_.size() || rows_.size() != calls_.size())
-    throw std::invalid_argument("the requests to answer must be within 0.." + std::to_string(rows_.size()) +
-                                ", those that were read, got " + std::to_string(count) + " from " +
+    throw std::invalid_argument("the requests to answer must be within the " + std::to_string(rows_.size()) +
+                                " that were read, got " + std::to_string(count) + " from request " +
                                 std::to_string(first));
   std::vector<std::pair<Loop*, Reply>> replies;
   std::vector<Note> notes;

@@ -45,7 +45,7 @@ Wiring::Wiring(std::vector<Feature> features, int64_t width, std::optional<int64
              std::to_string(feature.length));
     const int64_t last = width_ - dim_ * feature.length;
     if (feature.column < 0 || (width_ && feature.column > last))
-      refuse("the first column of a feature must be 0.." + std::to_string(last) + ", got " +
+      refuse("the first column of a feature must be " + (width_ ? "0.." + std::to_string(last) : ">= 0") + ", got " +
              std::to_string(feature.column));
   }
 }

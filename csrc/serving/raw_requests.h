@@ -14,7 +14,7 @@ namespace shoal {
 struct RawInput {
   std::vector<int64_t> features;  // whose ids are made of its values
   std::vector<int64_t> numbers;
-  int64_t lengths = -1;  // the input with the number of values of each row; -1: none. Of lengths: their list
+  int64_t lengths = -1;  // the input with the number of values of each row; for lengths, their list; -1: none
   bool listed = false;   // rows may have several values
   bool text = false;     // strings are accepted
   bool real = false;     // numbers with a fraction are accepted

@@ -6,9 +6,9 @@
 namespace shoal {
 
 // All ranks map the same zeroed memory of `bytes(ranks, ring_bytes)`. In each exchange every rank sends some bytes to
-// each other rank and receives the bytes that it sends. Pieces are copied into a ring while the other side copies
-// earlier ones out, so they stay in a cache. A rank with nothing to do sleeps until a peer has copied something. For
-// one thread at a time.
+// each other rank and receives some from each. Pieces are copied into a ring while the other side copies earlier ones
+// out, so they stay in a cache. A rank with nothing to do sleeps until a peer has copied something. For one thread at a
+// time.
 //
 // A message begins with its length and a head of kHeadBytes that describes it. A message of an unexpected length is
 // discarded, so that ranks which disagree can report it and continue.

@@ -9,7 +9,6 @@
 #include "ops/shard/shard.h"
 
 namespace shoal::ops {
-namespace {}  // namespace
 
 ShardFids::ShardFids(std::vector<FeatureIds> features, int64_t tables, int64_t shards, bool unique)
     : features_(std::move(features)), tables_(tables), shards_(shards) {

@@ -85,8 +85,9 @@ void Table::fetch(const int64_t* ids, int64_t n, Rows* out, uint8_t* found) cons
 int64_t Table::fetch_bytes(const int64_t* ids, int64_t n, int64_t first, int64_t size, char* out,
                            int64_t* times) const {
   if (first < 0 || size < 0 || first + size > layout_.row_bytes)
-    throw std::invalid_argument("fetch_bytes: the bytes must be within 0.." + std::to_string(layout_.row_bytes) +
-                                ", the row, got " + std::to_string(size) + " bytes from " + std::to_string(first));
+    throw std::invalid_argument("fetch_bytes: the bytes must be within the row's 0.." +
+                                std::to_string(layout_.row_bytes) + ", got " + std::to_string(size) + " bytes from " +
+                                std::to_string(first));
   std::atomic<int64_t> found{0};
   Locks<false> lock(*this, kAllStripes);
   const Contents& contents = *contents_;

@@ -71,7 +71,7 @@ void FilterBlock::clear() {
 
 void FilterBlock::read(int64_t offset, int64_t n, uint16_t* out) const {
   if (offset < 0 || n < 0 || offset > cells() - n)
-    throw std::invalid_argument("the cells must be within 0.." + std::to_string(cells()) + ", the block, got " +
+    throw std::invalid_argument("the cells must be within the block's 0.." + std::to_string(cells()) + ", got " +
                                 std::to_string(n) + " cells from " + std::to_string(offset));
   if (map_)
     std::memcpy(out, map_.get() + offset, static_cast<size_t>(n) * sizeof(uint16_t));
@@ -82,8 +82,7 @@ void FilterBlock::read(int64_t offset, int64_t n, uint16_t* out) const {
 void FilterBlock::set(int64_t total, double fill_rate, int64_t elements, int64_t failures, const uint16_t* cells) {
   if (total < 1 || total >= kMaxTotal || !(fill_rate >= 1) || elements < 0 || failures < 0)
     throw std::invalid_argument(
-        "a filter block must have 1..2^40 cells, fill rate >= 1, elements >= 0 and failures >= "
-        "0, got " +
+        "a filter block must have 1..2^40 - 1 home positions, fill rate >= 1, elements >= 0 and failures >= 0, got " +
         std::to_string(total) + ", " + std::to_string(fill_rate) + ", " + std::to_string(elements) + " and " +
         std::to_string(failures));
   if (total != total_ || fill_rate != fill_rate_)
