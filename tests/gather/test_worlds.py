@@ -358,6 +358,33 @@ def test_all_ranks_leave_an_update_together_when_one_cannot_read(run_ranks, at, 
     assert runs == [(params, True)] * 3
 
 
+def unreadable_for_an_artifact(rank, world, *, broken, path):
+    from shoal.gather import GatherError
+    from shoal.gather.payload.payload_ref import PayloadRef
+
+    result = gather(small_plan(), small_spec(), small_store(), group=group_of(world), config=QUICK)
+    reads = 0
+
+    def check(self):
+        nonlocal reads
+        reads += 1
+        if rank == broken and reads == 2:
+            raise OSError("the disk is gone")
+
+    PayloadRef.check_readable = check
+    with pytest.raises(GatherError, match="the artifact was not written") as caught:
+        write_artifact(result, path, spec=small_spec(), group=group_of(world), budget_bytes=4096)
+    return str(caught.value).partition("written: ")[2]
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_all_ranks_are_told_at_once_when_one_cannot_read_for_an_artifact(run_ranks, tmp_path, broken):
+    first, second = run_ranks(2, unreadable_for_an_artifact, broken=broken, path=str(tmp_path / "a.pga"))
+    assert ("the disk is gone" if broken == 0 else "rank 1 could not read peer") in first
+    assert second == "another rank failed"
+    assert not list(tmp_path.iterdir())
+
+
 def dies_in_update(rank, world):
     from shoal.gather import UpdateInterrupted
     from shoal.gather.payload.payload_ref import PayloadRef

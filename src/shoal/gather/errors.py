@@ -1,4 +1,4 @@
-"""The exceptions of a gather, and the reasons for skipping a peer with who is at fault."""
+"""The exceptions of a gather, and the reasons for skipping a peer, with the party at fault."""
 
 from collections.abc import Iterable, Mapping
 

@@ -123,7 +123,10 @@ class _Writer:
             self.control.wait([self.control.start_send(buffer, self.rank)])
 
     def _incoming(self) -> Iterator[tuple[list[Any], int, Tensor]]:
-        """Yield all pieces in file order; the next one is received while one is written."""
+        """Yield all pieces in file order; the next one is received while one is written.
+
+        After a piece that cannot be read, it receives the others, so that their owners can finish, and then raises.
+        """
         ahead: list[tuple[Any, Tensor]] = []
         remote = (piece for piece in self._pieces() if not self._from_here(piece[1]))
 
@@ -133,16 +136,27 @@ class _Writer:
                 ahead.append((self.control.start_recv(buffer, self.holding.owners[item[1]]), buffer))
 
         ask()
+        failure: Exception | None = None
         for index, uid, entry, start, stop in self._pieces():
-            if self._from_here(uid):
-                yield entry, start, self._read(index, uid, start, stop)
+            try:
+                if self._from_here(uid):
+                    data = self._read(index, uid, start, stop)
+                else:
+                    work, buffer = ahead.pop(0)
+                    self.control.wait([work])
+                    ask()
+                    data = buffer[_STATUS_BYTES:]
+                    if buffer[0] != 1:
+                        raise OSError(f"rank {self.holding.owners[uid]} could not read peer {uid}'s payload")
+            except RankFailure:
+                raise
+            except Exception as error:
+                failure = failure or error
                 continue
-            work, buffer = ahead.pop(0)
-            self.control.wait([work])
-            ask()
-            if buffer[0] != 1:
-                raise OSError(f"rank {self.holding.owners[uid]} could not read peer {uid}'s payload")
-            yield entry, start, buffer[_STATUS_BYTES:]
+            if failure is None:
+                yield entry, start, data
+        if failure is not None:
+            raise failure
 
     def _write(self, path: Path) -> str:
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
