@@ -78,7 +78,7 @@ def test_killed_replicas_are_as_the_source_after_the_next_flush(tmp_path):
             assert scores(replica, [0, 1, 7, 8]) == [0.0, -24.0, 0.0, -24.0]
         assert set(answers) == {each.port for each in replicas}
         assert wrong == []
-        assert source.scans == 0  # no row was sent again out of uncertainty
+        assert source.scans == 0  # no replica had to be sent every row
     finally:
         stop.set()
         publisher.close()

@@ -106,7 +106,7 @@ def test_bindings_are_written_again_after_a_lost_session(backends):
     backends.expire(serving)
     eventually(serving._lost.is_set)
     eventually(lambda: not trainer.get_sync_targets("ps_0")[1])
-    serving.sync_available_saved_models(CONTAINER, models)  # a restart writes nothing
+    serving.sync_available_saved_models(CONTAINER, models)  # only starts a new session; writes nothing
     assert not trainer.get_sync_targets("ps_0")[1]
     serving.sync_available_saved_models(CONTAINER, models)
     serving.report_service_info(CONTAINER, info(3))

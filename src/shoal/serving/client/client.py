@@ -266,7 +266,7 @@ class Client:
         return await self._joiner.ask(target, columns_of(inputs, forms.inputs), end, by_row=forms.by_row)
 
     async def _ask_forms(self, signature: str, end: float) -> Forms:
-        """Fetch the signature's description; called at first, and again when the model may have changed."""
+        """Fetch the signature's description: at the first request, and again when the model may have changed."""
         spec = model_spec(self.model, "", self.version)
         request = GetModelMetadataRequest(model_spec=spec, metadata_field=["signature_def"])
         answer, address = await self._caller.call(GET_MODEL_METADATA, request.SerializeToString(), end)

@@ -135,7 +135,9 @@ def _numbers(rows: Sequence[Any]) -> Sequence[Any]:
     if not any(row is None for row in rows):
         return rows
     if large := [row for row in rows if isinstance(row, int) and abs(row) > 1 << 24]:
-        raise ValueError(f"with missing values, integers must be at most 2**24, got {large[0]}; pass them as texts")
+        raise ValueError(
+            f"with missing values, integers must be from -2**24 to 2**24, got {large[0]}; pass them as texts"
+        )
     return [math.nan if row is None else row for row in rows]
 
 

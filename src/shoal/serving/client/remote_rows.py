@@ -66,6 +66,6 @@ class RemoteRows:
                 status, f"the shards of model {self._graphs.model_name!r}, signature {SIGNATURE!r}: {why}"
             )
         if status:
-            log.debug("requesting the rows of %s again, one request at a time: %s", self._graphs.model_name, why)
+            log.debug("requesting the rows of %s again without the fast path: %s", self._graphs.model_name, why)
             return None
         return {slot: found for slot, found in zip(self._slots, rows, strict=True) if slot in wanted}

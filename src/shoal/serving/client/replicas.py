@@ -56,7 +56,7 @@ class ReplicaSet:
         return list(self._replicas)
 
     def replace(self, addresses: Iterable[str]) -> bool:
-        """Replaces the addresses; those that stay keep their state. Returns whether anything changed."""
+        """Replace the addresses; those that stay keep their state. Returns whether anything changed."""
         fresh = {address: self._replicas.get(address) or Replica(address) for address in addresses}
         changed = fresh.keys() != self._replicas.keys()
         self._replicas = fresh

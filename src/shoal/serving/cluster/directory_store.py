@@ -101,7 +101,7 @@ class DirectoryStore:
         return (self._folder(path) / _OWNER).exists()
 
     def put(self, path: str, value: bytes, owner: str = "") -> None:
-        """Writes a value; one with an ``owner`` is removed when that session ends."""
+        """Write a value; one with an ``owner`` is removed when that session ends."""
         folder = self._folder(path)
         folder.mkdir(parents=True, exist_ok=True)
         if owner:

@@ -55,9 +55,9 @@ class Registry(Protocol):
         """``func(names)``. The watch ends when its path is removed or missing; ``ensure`` creates the path."""
 
 
-def open_registry(servers: str | None, *, session_timeout: float = 10.0) -> Registry:
+def open_registry(servers: str | None, default: str = "127.0.0.1:2181", *, session_timeout: float = 10.0) -> Registry:
     """A registry by its address: a folder (``dir:///path``, ``dir:/path``, or the path of one that exists) or ZooKeeper
-    (``zk://host:port,…``, or just ``host:port,…``; None is 127.0.0.1:2181).
+    (``zk://host:port,…``, or just ``host:port,…``); None is ``default``.
 
     ``session_timeout``: seconds after which the ephemeral values of a dead process are removed; ZooKeeper's minimum is
         two of its ticks.
@@ -75,8 +75,8 @@ def open_registry(servers: str | None, *, session_timeout: float = 10.0) -> Regi
     # By default, kazoo's pause between attempts grows up to an hour, so a returning server would go unnoticed.
     again = {"max_tries": -1, "delay": 0.1, "backoff": 2, "max_delay": RECONNECT_SECS}
     auth_data = [("digest", auth)] if auth else None
-    hosts = servers or "127.0.0.1:2181"
-    return KazooRegistry(KazooClient(hosts, session_timeout, auth_data=auth_data, connection_retry=again))
+    client = KazooClient(servers or default, session_timeout, auth_data=auth_data, connection_retry=again)
+    return KazooRegistry(client)
 
 
 def is_registry_address(text: str) -> bool:

@@ -216,7 +216,7 @@ class ModelManager:
                 shutil.rmtree(temporary, ignore_errors=True)
 
     def delete_old(self) -> None:
-        """Keeps the newest versions of each sub-graph."""
+        """Keep only the newest versions of each sub-graph."""
         base = self._receive / str(self.model_name)
         for sub in [each for each in base.iterdir() if each.is_dir()] if base.is_dir() else ():
             versions = sorted(int(each.name) for each in sub.iterdir() if each.name.isdecimal())

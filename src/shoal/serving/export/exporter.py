@@ -87,7 +87,7 @@ class ModelExporter:
             existing_steps: steps of the checkpoints that exist; exports of other steps are deleted.
 
         An entry uses the shards of its own version; the entry of a ``dense_only`` export, the newest version that all
-        shards have.
+        shards had when it was written.
 
         A distributed export is atomic: servers ignore its directories until the last one has its final name, and ignore
         those of an export that was killed (`shoal.serving.export.whole`).

@@ -104,7 +104,7 @@ class Answerer:
                 self._answered(call)
             return answer
         except DataError as error:
-            wrong = invalid_argument(f"the request is not a PredictRequest: {error}")
+            wrong = invalid_argument(f"the request is malformed: {error}")
             seen.failed(wrong.code, wrong.message)
             return await abort(context, wrong)
         except StatusError as error:

@@ -135,7 +135,7 @@ class Model:
             return max(available, key=lambda version: version.number) if available else None
 
     def publish(self, servable: Servable, version: int) -> None:
-        """Makes a servable that is already in memory the available version."""
+        """Make a servable that is already in memory the available version."""
         servable.version = version
         with self.lock:
             fresh = Version(version, State.AVAILABLE, servable=servable)
@@ -215,7 +215,7 @@ class ServedModels:
         self.publish(model_name, live_servable(tables), version)
 
     def publish(self, model_name: str, servable: Servable, version: int = 1) -> None:
-        """Makes a servable that is in memory a version of a model, which is made if it is new."""
+        """Make a servable in memory a version of a model; the model is created if it is new."""
         with self._lock:
             model = self._models.setdefault(model_name, Model(ModelConfig(name=model_name)))
         model.publish(servable, version)

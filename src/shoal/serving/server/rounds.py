@@ -133,13 +133,13 @@ class Rounds:
         what = "another loading of it" if info.version == servable.version else f"version {info.version}"
         error = StatusError(
             Code.FAILED_PRECONDITION,
-            f"the push is for {what}; this replica has version {servable.version} ({servable.token}). Say hello again",
+            f"the push is for {what}; this replica has version {servable.version} ({servable.token}); send hello again",
         )
         error.metadata = ((VERSION, str(servable.version)), (REPLICA, servable.token))
         raise error
 
     def stage(self, info: PushInfo, work: Sequence[Rows]) -> None:
-        """Keeps rows until their round is committed."""
+        """Keep rows until their round is committed."""
         with self._lock:
             self._round(info).rows.extend(each for each in work if len(each[2]))
 

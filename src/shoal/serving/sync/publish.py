@@ -145,7 +145,7 @@ class Publication:
             next_at = max(next_at + self._every_s, time.monotonic())
             steps = self._boundaries
             made = steps is not None and steps.stepping() and self._due.ask(self._every_s)
-            if not made and not self._stop.is_set():  # no optimizer step is running now
+            if not made and not self._stop.is_set():  # no optimizer step ran the round
                 self._try_round()
 
     def _try_round(self) -> None:

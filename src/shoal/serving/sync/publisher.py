@@ -105,7 +105,7 @@ class Publisher:
     # --- the caller's side --------------------------------------------------------------------------------------------
 
     def round(self) -> bool:
-        """Copies what changed and hands it to the thread. Returns False if the thread is busy; changes then accumulate.
+        """Copy the changes and pass them to the thread. Returns False if the thread is busy; changes then accumulate.
 
         A trainer calls it between two steps, so that rows and weights are of one step.
         """
@@ -354,11 +354,11 @@ class Publisher:
         self._rounds += any(address in job.packages for address, _ in replicas)
 
     def _refresh(self) -> None:
-        """Asks for the live replicas. If that fails, the last known ones are kept."""
+        """Look up the live replicas. If that fails, keep the last known ones."""
         try:
             wanted = list(dict.fromkeys(self._targets()))
         except Exception as error:
-            self._targets_error = f"the targets cannot be asked for: {error}"
+            self._targets_error = f"cannot look up the targets: {error}"
             log.exception("%s: cannot look up the targets; sending rounds to the last known ones", self._source.name)
             return
         replicas = {each: self._replicas[each] for each in wanted if each in self._replicas}
@@ -432,7 +432,7 @@ class Publisher:
         return f"source={self._source.name}|model_name={self._model}|target={replica.target.address}"
 
     def _greet(self, replica: Replica, stamp: Stamp) -> None:
-        """Asks a replica what it has, and plans what it gets from the next round on."""
+        """Ask a replica what it has, and plan what it gets from the next round on."""
         source, former = self._source, replica.session
         session = replica.target.hello(source.name, self._run, source.base, False, HELLO_SECS)
         replica.checked, replica.greeted = time.monotonic(), self._run
@@ -459,10 +459,8 @@ class Publisher:
                 for table in source.tables
             }
             replica.since, replica.backlog = stamp, merge(ids, self._own(session, everything.listed))
-            log.info(
-                "%s: the changes missing at %s are unknown; sending it all %d rows",
-                *(source.name, replica.target.address, count(replica.backlog)),
-            )
+            log.info("%s: the changes missing at %s are unknown; sending it all %d rows",
+                     source.name, replica.target.address, count(replica.backlog))  # fmt: skip
         replica.session = session
 
     def _went_on(self, have: Stamp | None, exported: Stamp | None, base: Stamp | None) -> bool:

@@ -24,7 +24,7 @@ READ_AT = "shoal-read-at-ms"
 """Unix milliseconds by which the trainer's rows had been read. Rows of an export that was begun later are newer."""
 
 CODEC = "shoal-codec"
-"""Which codecs the values are encoded with (`shoal.serving.sync.quantise.fingerprint`); absent for plain floats."""
+"""The fingerprint of the values' codecs (`shoal.serving.sync.quantise.fingerprint`); absent for plain floats."""
 
 INSTANCE = "shoal-instance"
 """Trailing metadata of an answer to a push: the process that took it."""
@@ -33,7 +33,8 @@ SOURCE, RUN, STEP, ROUND = "shoal-source", "shoal-run", "shoal-step", "shoal-rou
 """The push's source, its stamp, and its round; a push is applied when its round is complete."""
 
 VERSION, REPLICA = "shoal-version", "shoal-replica"
-"""The model version that a push is for, and its loading, from the answer to a hello; any other refuses the push."""
+"""The model version that a push is for, and the loading of that version, as a replica names them in its answer to a
+hello. A replica that has another version or loading by then refuses the push; the trailing metadata has both."""
 
 DELETED = "shoal-deleted"
 """Present if the push deletes its ids; it then has no values."""
@@ -93,7 +94,7 @@ class PushInfo:
 
     @classmethod
     def of(cls, metadata: Iterable[tuple[str, Any]]) -> "PushInfo":
-        """Reads a request's metadata; malformed values count as absent."""
+        """Read a request's metadata; malformed values count as absent."""
         said = {key: value for key, value in metadata if isinstance(value, str)}
         return cls(
             touched_at=_number(said.get(TOUCHED_AT)) / 1000,
@@ -114,7 +115,7 @@ def _number(text: str | None, digits: int = _MAX_DIGITS) -> int:
 
 
 push_info: contextvars.ContextVar[PushInfo] = contextvars.ContextVar("shoal_push_info", default=PushInfo())  # noqa: B039  (it is frozen)
-"""Of the push that is being applied."""
+"""The metadata of the push that is being applied."""
 
 
 def push_request_to_predict(request: PushRequest) -> tuple[PredictRequest, int]:

@@ -184,7 +184,7 @@ class RequestSplitter:
 def sendable_parts(request: PushRequest | DeltaBatch, limit: int) -> list:
     """The parts of a request to send: split until each part fits, without parts that hold no id.
 
-    A request without tables is one part.
+    A request without tables is one part, which is answered but not sent.
     """
     whole: _Cuttable = _Message(request) if isinstance(request, PushRequest) else request
     if not whole.counts():

@@ -103,7 +103,7 @@ class Sent:
 
     ids: int = 0
     digest: str = ""
-    """Of the weights that the replica has now."""
+    """The digest of the weights that the replica has now."""
     left: Ids = field(default_factory=dict)
     """Ids in the source's tables that it did not take."""
     since: Stamp | None = None
@@ -123,7 +123,7 @@ class Wire(Protocol):
     def send(
         self, package: "Package", session: Session, digest: str, complete: bool, touched_at: float, timeout: float
     ) -> Sent:
-        """Sends a round.
+        """Send a round.
 
         ``digest``: of the weights that it has, which are not sent again. ``complete``: whether the replica then lacks
         nothing up to the round's stamp. ``touched_at``: Unix time of the oldest change; 0 if unknown.
@@ -434,7 +434,7 @@ def plain_session(channel: Any, model: str, timeout: float, refusal: StatusError
 
 
 def _finish(calls: deque[Any], most: int) -> None:
-    """Waits for the oldest calls until at most this many run. If one fails, cancels the others and raises."""
+    """Wait for the oldest calls until at most this many run. If one fails, cancel the others and raise its error."""
     while len(calls) > most:
         try:
             calls.popleft().result()

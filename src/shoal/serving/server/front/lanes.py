@@ -72,7 +72,7 @@ class LaneRunners:
         self.batches = 0
         self.requests = 0
         self.native_requests = 0
-        """The number of those answered without Python; updated by `collect`."""
+        """The number of requests answered without Python; updated by `collect`."""
         traffic.watch(self.collect)
 
     def spec_of(self, number: int) -> ModelSpec | None:

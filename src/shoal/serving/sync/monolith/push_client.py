@@ -54,7 +54,7 @@ class PushClient:
     def push(
         self, request: PushRequest | DeltaBatch, touched_at: float | None = None, timeout: float | None = None
     ) -> PushResponse:
-        """Sends one part. ``touched_at``: Unix seconds of its oldest gradient; ``timeout`` caps the request's own."""
+        """Send one part. ``touched_at``: Unix seconds of its oldest gradient; ``timeout`` caps the request's own."""
         batch = DeltaBatch.of(request) if isinstance(request, PushRequest) else request
         seconds = batch.timeout_in_ms / 1000
         end = time.monotonic() + (seconds if timeout is None else min(seconds, timeout))
@@ -73,7 +73,7 @@ class PushClient:
         return PushResponse(status_code=status.code, error_message=status.message, update_num=0)
 
     def _send(self, batch: DeltaBatch, form: _Form, touched_at: float, end: float) -> tuple[int, StatusError | None]:
-        """(number of fids, what went wrong)."""
+        """(number of fids, the error or None)."""
         payload, total = encode_push(batch, encoders(form.codecs))
         info = PushInfo(touched_at=touched_at, read_at=batch.read_at, codec=fingerprint(form.codecs))
         again = True
@@ -99,14 +99,14 @@ class PushClient:
             again = False
 
     def _open(self) -> None:
-        """Replaces the channel by a new one; keeps the old one if no new one can be opened."""
+        """Replace the channel with a new one; keep the old one if no new one can be opened."""
         former, self._channel = self._channel, open_channel(self.target, PUSH_MESSAGE_BYTES, self._security)
         self._predict = self._channel.unary_unary(PREDICT)
         if former is not None:
             former.close()
 
     def _notice_version(self, answer: bytes, form: _Form) -> None:
-        """Forgets the form of values if another version answered than the one that was asked."""
+        """Forget the form of values if another version answered than the one that was asked."""
         if self._forms and decode_response(answer)[0].version.value != form.version:
             self._forms.clear()
 
