@@ -14,7 +14,7 @@ from shoal.errors import ConfigError
 class Mlp(nn.Module):
     """Layers of the widths in ``hidden``, then, with ``out``, a layer of that many columns without a ReLU.
 
-    Several inputs are treated as one concatenated input, without copying them together.
+    Several inputs, of the widths in ``widths``, are treated as one concatenated input, without copying them together.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ def sharding_sparse_fids(
             serialized ``ExampleBatch``, or message objects. Names without a configuration are ignored.
         ps_num: shards per table; 0 means 1. An id's shard is its remainder.
         feature_cfgs: `FeatureConfigs`.
-        unique: whether an id is listed once per feature, or at every occurrence.
+        unique: whether an id is listed once per feature (True), or at every occurrence.
         input_type: ``example``, ``example_batch`` (or ``examplebatch``) or ``instance``.
         version: the version of `fused_embedding_to_layout` that will read the offsets.
 

@@ -22,7 +22,7 @@ def device_of(table: Any) -> torch.device:
 
 
 def as_ids(ids: Any, name: str, what: str = "ids", device: torch.device = CPU) -> Tensor:
-    """Contiguous int64 on ``device``, from a list or from integers of any width; a tensor must be on the device."""
+    """Contiguous int64 on ``device``, from a list, or from a tensor there of int64 or narrower integers."""
     if not isinstance(ids, Tensor):
         try:
             ids = torch.as_tensor(ids, dtype=None if len(ids) else torch.int64, device=device)

@@ -196,7 +196,7 @@ def groups_of(tables: Sequence[Any]) -> list[tuple[Group, list[int]]]:
     """The groups that serve ``tables``, each with the positions of its tables; the same group for the same tables.
 
     Tables whose ``group_key()`` is equal form a group, which ``make_group(tables)`` of their class builds. A table
-    without that method, such as one of the user, is a group by itself, through `shoal.table.adapter.AdapterGroup`.
+    without that method, such as a user's own table, is a group by itself, through `shoal.table.adapter.AdapterGroup`.
     """
     places: dict[Hashable, list[int]] = {}
     for place, table in enumerate(tables):

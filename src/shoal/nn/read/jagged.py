@@ -77,7 +77,7 @@ def as_parts(ids: Mapping[Any, Any], weights: Any = None) -> list[Jagged]:
         raise ConfigError(f"weights must come by key, as the ids do, got {type(weights).__name__}")
     if weights and weights.keys() - ids.keys():
         raise ConfigError(
-            f"weights must have keys of the ids only, got also {sorted(map(str, weights.keys() - ids.keys()))}"
+            f"the keys of weights must be keys of ids, got also {sorted(map(str, weights.keys() - ids.keys()))}"
         )
     weights = weights or {}
     parts = [as_bags(as_jagged(part, None, weights.get(key)), key) for key, part in ids.items()]

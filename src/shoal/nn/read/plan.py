@@ -131,7 +131,7 @@ def find_plan(handle: int) -> Plan:
     """Return the plan with a handle."""
     plan = _plans.get(handle)
     if plan is None:
-        raise UnsupportedError(f"plan {handle} was deleted with its module; compile the model that you call now")
+        raise UnsupportedError(f"a compiled graph uses plan {handle} of a deleted module; compile the model again")
     return plan
 
 

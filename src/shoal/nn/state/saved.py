@@ -100,9 +100,9 @@ class CopiedRows:
 class SavedRows:
     """Rows with their positions in the complete table.
 
-    Rows whose ids have the same residue modulo some number are next to each other, so that a process that needs other
-    residues finds them in few blocks. Only the ids are copied until a piece is read. The constructor counts the rows
-    of all processes: all of them must call it together, in the training thread.
+    Rows whose ids have the same residue modulo some number are next to each other, so that a process that needs those
+    with a residue modulo another number finds them in few blocks. Only the ids are copied until a piece is read. The
+    constructor counts the rows of all processes: all of them must call it together, in the training thread.
 
     Raises:
         DataError: column slices have rows for different ids.
@@ -131,7 +131,7 @@ class SavedRows:
         digests = share.gather(own_digest if share.saves is not None else -1)
         if len({digest for digest in digests if digest >= 0}) > 1:
             raise DataError(
-                f"table {self.name!r}: all column slices must have rows for the same ids, but one was changed alone"
+                f"table {self.name!r}: all column slices must have rows for the same ids; was one changed alone?"
             )
         return 0, sum(counts)
 

@@ -139,7 +139,7 @@ def insert_at(keys: Tensor, slots: int, size: int, places: int, starts: Tensor |
 
 
 def find(keys: Tensor, wanted: Tensor, flag: Tensor) -> Tensor:
-    """The first position of each wanted key in ``keys``, int64; a missing one is -1 and sets the flag to ``n - i``."""
+    """The first position of each wanted key in ``keys``, int64; -1 for a missing one, and ``n - i`` in the flag."""
     scratch = torch.empty(keys.shape[0], dtype=torch.int32, device=keys.device)
     slots = insert(keys, scratch.data_ptr())
     n = wanted.numel()

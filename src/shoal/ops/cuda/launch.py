@@ -143,7 +143,7 @@ def checks() -> bool:
 
 
 def new_flag(like: Tensor) -> Tensor:
-    """int64 zero on the device; a kernel sets it to ``n - i`` for a bad element ``i``, so that the first one wins.
+    """int64 zero on the device; a kernel raises it to ``n - i`` for a bad element ``i``, so that the first one wins.
 
     There is one flag per thread and stream: call `read_flag` before the next `new_flag`.
     """

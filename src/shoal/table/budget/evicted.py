@@ -19,7 +19,7 @@ class EvictionStats:
     evicted: int = 0
     """Rows that left because the table was full (``table_evicted_rows_total``)."""
     refused: int = 0
-    """New ids that got no row, because no row could be evicted for them (``table_refused_ids_total``)."""
+    """New ids that got no row: all rows in reach were better, too young or pinned (``table_refused_ids_total``)."""
     created: int = 0
     """Rows that writes created."""
     hits: int = 0

@@ -32,7 +32,7 @@ class Described:
         self._all = torch.zeros(self._count * _WORDS + self._count, dtype=torch.int64, device=device)
         self.words, self.bases = self._all[: self._count * _WORDS], self._all[self._count * _WORDS :]
         self.wide = False
-        """Whether offsets of rows need more than 32 bits."""
+        """Whether the row numbers of all tables together do not fit int32."""
         self.captured = False
         """Whether a captured graph reads the descriptions."""
         self._stale = True

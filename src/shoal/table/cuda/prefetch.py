@@ -24,7 +24,7 @@ Piece: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class Prefetcher:
-    """The running prefetches of a cache. All methods except `submit` and `close` are called under the cache's lock."""
+    """The running prefetches of a cache, used under the cache's lock except in `submit`, `close` and the thread."""
 
     def __init__(self, cache: CachedHashTable, timeout: timedelta) -> None:
         self._of = weakref.ref(cache)

@@ -101,7 +101,7 @@ def scan_shard(shard: Shard, wanted: Collection[str] | None = None) -> Iterator[
                 dim = None
                 if left == -1:
                     expected = sum(count or 0 for _, count in shard.sections)
-                    raise DataError(f"{shard.path} has more records than its meta file says, {expected}")
+                    raise DataError(f"{shard.path} has more than the {expected} records that its meta file says")
             end = n if left is None else min(n, begin + left)
             if wanted is None or table in wanted:
                 dims = numbers[3, begin:end]

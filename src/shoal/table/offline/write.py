@@ -130,7 +130,7 @@ def folder_writer(
     its writer.
 
     Raises:
-        ConfigError: ``target`` is not empty.
+        ConfigError: ``target`` is a file, or a folder that is not empty.
     """
     if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
         raise ConfigError(f"{target} exists already; choose a new folder")

@@ -25,7 +25,7 @@ class Room:
         self._storages, self._places, self._words = storages, places, words
         self._cuda = storages[0].device.type == "cuda"
         self._number = 0
-        self._since = 0  # the first update whose report is valid
+        self._since = 0  # number of updates since the last `recall`; only their reports are valid
         self._left = 0
         self._unreported: deque[int] = deque()  # number of ids of each update without a report, oldest first
         self._pending = 0  # their sum

@@ -207,7 +207,7 @@ def _hand_over(
 
 @triton.jit
 def _row_left(here, of, origin):
-    """An unused row for each id of one table, -1 if there are no more; and by how many rows the table is exceeded."""
+    """An unused row for each id of one table, -1 if there are no more; and by how much its number exceeds the room."""
     state = longs(origin, of, STATE)
     count = tl.sum(here.to(tl.int64), axis=0)
     rank = tl.atomic_add(state + TAKEN, count, sem="relaxed") + tl.cumsum(here.to(tl.int32), axis=0) - 1

@@ -17,7 +17,8 @@ REPORT_OFFSETS = tl.constexpr(1)  # word of the report to the host; see changed.
 def _bags(
     offsets, tables, numbers, described, n, features, some, each, report, SOME: tl.constexpr, BAGS: tl.constexpr
 ):  # fmt: skip
-    """The bags of a program: their feature, places, mask, bounds within ``[0, n]``, and the feature's table.
+    """The bags of a program: their feature, places, mask, bounds within ``[0, n]``, and the feature's table, its
+    description and the address of its rows.
 
     Reports invalid offsets to the host. Neighbouring programs have the same bags of different features.
     """

@@ -217,7 +217,7 @@ def step_rows(
 
 @triton.jit
 def round_to_half(w, d, noise):
-    """Rounds every weight to one of its float16 neighbours, at random in proportion to the distance."""
+    """Rounds every weight to one of its float16 neighbours at random, such that the expected value is the weight."""
     x = tl.minimum(tl.maximum(w, -65504.0), 65504.0)
     half = x.to(tl.float16)
     near = half.to(tl.float32)
