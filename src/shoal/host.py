@@ -1,4 +1,4 @@
-"""Differences between machines: torch's default device, and whether the CPU can multiply bfloat16 matrices."""
+"""Differences between environments: torch's default device, and whether the CPU can multiply bfloat16 matrices."""
 
 import subprocess
 import sys

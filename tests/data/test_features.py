@@ -244,7 +244,7 @@ def test_a_definition_is_read_from_a_section(tmp_path):
         ({"kind": "number", "std": 0}, "std above 0"),
         ({"kind": "number", "low": 1, "high": 1}, "low must be below high"),
         ({"kind": "bucket", "boundaries": [1], "default": "x"}, "must be a number"),
-        ({"max_length": 3}, "only for a list"),
+        ({"max_length": 3}, "only for lists"),
         ({"separator": "ab"}, "one ASCII character"),
         ({"slot": 40000}, "slot must be"),
     ],

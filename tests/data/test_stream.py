@@ -199,7 +199,7 @@ def test_wrong_arguments_are_refused(files, tmp_path):
         stream(files, batch_size=0)
     with pytest.raises(ConfigError, match=r"rank must be 0..1, got 2"):
         stream(files, rank=2, world=2)
-    with pytest.raises(DataError, match="must have bad, batch"):
+    with pytest.raises(DataError, match="missing: bad, batch"):
         stream(files).restart({"epoch": 0})
 
 

@@ -58,7 +58,7 @@ class Run:
     budget_mib: int = 1024
     """Memory budget of the outer update."""
     overlap_threshold: float = 0.4
-    """Overlap of two peers' updates above which they are flagged."""
+    """Overlap of two peers' updates at or above which the later one is flagged."""
     min_peers: int = 1
     """Skip the window if fewer peers are accepted."""
     spill_dir: Path | None = None

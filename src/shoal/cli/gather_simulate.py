@@ -31,7 +31,7 @@ class Simulate:
     copycats: int = 1
     """Number of peers that copy another peer's update."""
     latency_s: float = 0.05
-    """Seconds that a fetch takes."""
+    """Seconds per call of the store; a fetch makes two."""
     concurrent: int = 1
     """Concurrent fetches per rank."""
     budget_mib: int = 64

@@ -94,7 +94,7 @@ class Serve:
     """Lead even if acknowledged writes are missing here; only for when the other disks are lost."""
     archive: str | None = None
     """Also store checkpoints and the log in an object store: s3://bucket/prefix, gs://…, az://… or file:///path. `shoal
-    ps restore` restores an empty host from it. Credentials come from the environment. Needs --durability log."""
+    ps restore` restores the shard on an empty host. Credentials come from the environment. Needs --durability log."""
     archive_every: str = "5s"
     """Time between uploads: the most that is lost if the disk and all followers are lost."""
     archive_keep: str = "0"

@@ -66,7 +66,9 @@ class Feature:
             raise ConfigError(f"feature: separator must be one ASCII character or empty, got {self.separator!r}")
         is_list = self.listed or self.kind == "cross"
         if self.max_length is not None and not (is_list and 1 <= self.max_length < 1 << 63):
-            raise ConfigError(f"feature: max_length must be 1..2**63 - 1, and only for a list, got {self.max_length}")
+            raise ConfigError(
+                f"feature: max_length must be 1..2**63 - 1 and used only for lists, got {self.max_length}"
+            )
         if list(self.boundaries) != sorted(set(self.boundaries)) or not all(map(math.isfinite, self.boundaries)):
             raise ConfigError(f"feature: boundaries must be finite numbers in ascending order, got {self.boundaries}")
         if not 0 < self.steps < math.inf:

@@ -225,7 +225,7 @@ class Stream(IterableDataset[Batch]):
         state = {**LATER, **state}
         missing = sorted(self.first.keys() - state.keys())
         if missing:
-            raise DataError(f"the state of a stream must have {', '.join(missing)}; they are missing")
+            raise DataError(f"the state of a stream must have all of its fields; missing: {', '.join(missing)}")
         lane = self._lane(state)
         if not 0 <= lane.unit <= max(1, len(lane.chosen(len(self._units)))):
             raise DataError(f"the state of a stream is at unit {lane.unit}, but there are fewer units")

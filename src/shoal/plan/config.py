@@ -94,7 +94,7 @@ class HostPlan:
     latency_us: float = 30.0
     """One way, between two hosts."""
     dense_tflops: float = 0.0
-    """Speed of the accelerator for the dense part; 0 if the cores compute it."""
+    """TFLOP/s of a host's accelerators for the dense part; 0 if the cores compute it."""
     servers_per_worker: float = 0.5
     """Parameter servers per worker; each is a separate host."""
     hosts: tuple[int, ...] = HOSTS

@@ -60,7 +60,7 @@ def remote_lookup(table: Any, route: Route, names: Sequence[str], *, model_nativ
 
 
 def predict_raw(ps: int, ids: Tensor, splits: Tensor, floats: int, deadline_millis: int) -> Tensor:
-    """The flat rows of a native part. ``ids`` are those of all its tables; ``splits`` has where each table's begin."""
+    """The flat rows of a native part. ``ids`` are those of all its tables; ``splits`` has where those of each begin."""
     if _remote_predict is None:
         return torch.zeros(floats, device="cpu")
     [found] = _remote_predict(

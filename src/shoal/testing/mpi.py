@@ -38,7 +38,7 @@ def run_mpi(
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Do the same as `run_ranks` under ``mpirun``, without a process group and with Open MPI's variables."""
+    """Like `run_ranks`, but under ``mpirun``: without a process group, and with Open MPI's variables."""
     with tempfile.TemporaryDirectory(prefix="shoal-mpi-") as folder:
         (Path(folder) / "call").write_bytes(pack_call(fn, args, kwargs))
         command = [_mpirun() or "mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(world_size)]

@@ -184,7 +184,7 @@ def test_a_log_of_samples_forgets_and_survives_a_torn_line(tmp_path):
         assert log.read(0, 10) == [b"a", b"b", b"c"]
         assert log.read(2, 1) == [b"c"]
         assert log.read(3, 9) == []
-        with pytest.raises(DataError, match="the next number cannot be 5"):
+        with pytest.raises(DataError, match="next sample must be <= 3, got 5"):
             log.append(5, [b"x"])
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes() + b"torn")

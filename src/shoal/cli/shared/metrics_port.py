@@ -17,11 +17,11 @@ class Counted(Shown):
     """A status page and metrics from a few figures.
 
     Args:
-        title: The page's title.
-        read: Returns the current figures by name.
-        counters: Figures that only increase.
-        wrong: Figures that should be 0; shown as warnings if they are not.
-        units: Units of figures that are not plain counts.
+        title: the page's title.
+        read: returns the current figures by name.
+        counters: figures that only increase.
+        wrong: figures that should be 0; shown as warnings if they are not.
+        units: units of figures that are not plain counts.
     """
 
     def __init__(

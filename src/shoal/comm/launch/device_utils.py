@@ -74,7 +74,9 @@ def parse_device(name: str) -> dict[str, str]:
         elif key.upper() in ("CPU", "GPU"):
             parts["device"] = f"{key.upper()}:{value}" if value else key.upper()
         else:
-            raise ConfigError(f"device string {name!r}: {piece!r} must start with job, replica, task or device")
+            raise ConfigError(
+                f"device string {name!r}: {piece!r} must start with job, replica, task, device, CPU or GPU"
+            )
     return parts
 
 

@@ -76,5 +76,5 @@ def device_index(visible_device_list: str, count: int) -> int | None:
     if count == 1:
         return 0
     raise ConfigError(
-        f"visible_device_list names device {index}, this process sees {count}; check CUDA_VISIBLE_DEVICES"
+        f"visible_device_list names device {index}, but this process sees only {count}; check CUDA_VISIBLE_DEVICES"
     )

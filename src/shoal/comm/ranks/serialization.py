@@ -153,7 +153,10 @@ def _read_table(
         if math.prod(shape) * DTYPES[code].itemsize != nbytes or math.prod(n or 1 for n in shape) >> 60:
             raise SerializationError(f"tensor {i} of shape {tuple(shape)} cannot have {nbytes} bytes")
         if offset != _aligned(end) or offset + nbytes > payload_bytes:
-            raise SerializationError(f"tensor {i} is at wrong or overlapping bytes {offset}..{offset + nbytes}")
+            raise SerializationError(
+                f"tensor {i} must start at byte {_aligned(end)} and end by byte {payload_bytes}, got bytes "
+                f"{offset}..{offset + nbytes}"
+            )
         end = offset + nbytes
         plan.append((DTYPES[code], tuple(shape), offset, nbytes, crc))
     if at != len(table):

@@ -174,9 +174,9 @@ class JoinConfig:
             if name in self.impressions.columns:
                 raise ConfigError(f"join: the label {name!r} must not be a column of the impressions")
         if any(one.rule not in ("any", "count") for one in self.labels.values()) and not self.actions.value:
-            raise ConfigError("join: a label with rule sum, max, first or last needs [actions] value, a field's name")
+            raise ConfigError("join: a label with rule sum, max, first or last needs [actions] value to name a field")
         if any(one.kinds for one in self.labels.values()) and not self.actions.kind:
-            raise ConfigError("join: a label with kinds needs [actions] kind, a field's name")
+            raise ConfigError("join: a label with kinds needs [actions] kind to name a field")
 
     def native(self, folder: str, *, block_bytes: int = 0) -> _core.Joiner:
         """Make a native joiner; ``block_bytes`` is the size of records in memory before they go to a segment."""

@@ -170,7 +170,10 @@ class Pump:
                 file.write(json.dumps({"side": SIDES[side], "why": why, **shown}) + "\n")
         if not self._noted_broken:
             self._noted_broken = True
-            self._note(f"a message of {SIDES[side]} {broken[0][1]}; it is in {self._dead}, as will be later ones")
+            self._note(
+                f"a message of {SIDES[side]} {broken[0][1]}; broken messages are written to {self._dead}, and only the "
+                "first is reported"
+            )
 
     def close(self) -> None:
         """Close the inputs and release the state folder. Call `checkpoint` first to make resuming faster."""

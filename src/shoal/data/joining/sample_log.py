@@ -36,7 +36,7 @@ class SampleLog:
     def append(self, first: int, samples: Sequence[bytes]) -> None:
         """Write the samples that were not written yet."""
         if first > self.count:
-            raise DataError(f"{self.folder} has {self.count} samples, so the next number cannot be {first}")
+            raise DataError(f"{self.folder}: the number of the next sample must be <= {self.count}, got {first}")
         samples = samples[self.count - first :]
         if not samples:
             return

@@ -105,8 +105,8 @@ class TextMessages:
 
 
 class DeadLetters:
-    """A file of JSON lines with the messages that could not be read: source, partition, position, reason, and the
-    message as ``text`` or, if it is not UTF-8, as ``base64``. Without a path they are only counted."""
+    """A file of JSON lines with the messages that could not be read: ``source``, ``partition``, ``position``,
+    ``why``, and the message as ``text`` or, if it is not UTF-8, as ``base64``. Without a path they are only counted."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path

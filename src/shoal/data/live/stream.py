@@ -122,7 +122,7 @@ class LiveStream:
         state = {**LATER, **state}
         missing = sorted(self.state.keys() - state.keys())
         if missing:
-            raise DataError(f"the state of a stream must have {', '.join(missing)}; they are missing")
+            raise DataError(f"the state of a stream must have all of its fields; missing: {', '.join(missing)}")
         self.state = {name: state[name] for name in self.state}
         if self.history is not None and not state["begun"]:
             self.history.restart(state)

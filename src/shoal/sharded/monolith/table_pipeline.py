@@ -64,8 +64,8 @@ class TablePipeline:
     Args:
         stages: the stages of the table's step.
         batches: the input, read ahead by a thread.
-        capacities: the values of ``queue_configs``. ``enable_pipelined_fwda2a`` and ``embedding_prefetch_capacity``
-            are the number of batches that are looked up ahead; ``enable_async_optimize`` and
+        capacities: the values of ``queue_configs``. ``enable_pipelined_fwda2a`` plus ``embedding_prefetch_capacity``
+            is the number of batches that are looked up ahead, ``enable_async_optimize`` plus
             ``enable_pipelined_bwda2a`` the number of steps by which updates are late. If all are 0, only batches are
             read ahead, and results are those of ``lookup`` and ``apply_gradients``.
         ranks: the ranks that use the pipeline together; None for a single process.

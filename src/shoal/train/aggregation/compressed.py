@@ -91,8 +91,10 @@ def unpack(data: Tensor, like: Sequence[CompressedGradient]) -> list[CompressedG
             fields.append(data[at:end].clone().view(dtype).to(c.values.device))  # view() needs the clone's alignment
             at = end
         indices = fields[0].to(torch.int64)
-        if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= c.original_len):
-            raise CompressionError(f"indices from other ranks must be in [0, {c.original_len}), got one outside")
+        low, high = (int(indices.min()), int(indices.max())) if len(indices) else (0, -1)
+        if low < 0 or high >= c.original_len:
+            bad = low if low < 0 else high
+            raise CompressionError(f"indices from other ranks must be in [0, {c.original_len}), got {bad}")
         result.append(CompressedGradient(indices, fields[1], c.original_len))
     return result
 

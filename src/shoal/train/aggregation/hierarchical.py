@@ -113,8 +113,9 @@ class HierarchicalAggregator(GradientAggregator):
                 "HierarchicalAggregator: all ranks must pass gradients of the same count, shapes and dtypes, but they "
                 f"differ; rank {self._rank} has {len(gradients)} tensors. Nothing was reduced."
             )
-        if self.average and any(not g.is_floating_point() for g in gradients):
+        integers = [i for i, g in enumerate(gradients) if not g.is_floating_point()]
+        if self.average and integers:
             raise AggregationError(
-                "HierarchicalAggregator: gradients must be floating point to be averaged; use average=False or convert "
-                "them"
+                f"HierarchicalAggregator: gradient {integers[0]} must be floating point to be averaged, got "
+                f"{gradients[integers[0]].dtype}; use average=False or convert it"
             )

@@ -65,7 +65,8 @@ class Run:
         self._closed = False
         self._threads: list[ReadAhead[Any]] = []
         reading = _Reading(batches, settings.transform, self._mover)
-        waits = remote or (settings.staleness > 0 and not by_stream)  # if True, batches are read in a separate thread
+        # If locating or looking up can wait for messages or updates, reading gets its own thread.
+        waits = remote or (settings.staleness > 0 and not by_stream)
         read = self._thread(reading, settings.ahead if waits else 0, "read", self._mover.inside)
         self._rounds = Rounds(
             read, locator, Agreement(None if ranks is None else ranks.aside, settings.on_uneven), self._mover,

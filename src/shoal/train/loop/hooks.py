@@ -53,7 +53,7 @@ class TrainContext(RunContext):
 
 
 class Hooks:
-    """Calls all hooks in order, without reversing it at the end."""
+    """Calls all hooks, always in the given order."""
 
     def __init__(self, hooks: Iterable[Any], context: TrainContext) -> None:
         self._hooks = [_checked(hook) for hook in hooks]

@@ -143,7 +143,7 @@ class Pulse:
             before = set(self._calls)
             if self._ended.wait(GRACE_S) or not before & self._calls:
                 continue
-            print(f"shoal: rank {self.rank} exits: {self.why}, and it is waiting for them", file=sys.stderr, flush=True)
+            print(f"shoal: rank {self.rank} waits in a call and exits: {self.why}", file=sys.stderr, flush=True)
             _end()
 
 

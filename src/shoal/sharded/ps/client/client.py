@@ -331,7 +331,7 @@ class PsClient:
     ) -> list[str]:
         """Make every server write a checkpoint now; returns their paths on the servers.
 
-        With ``keep_as="RUN-NAME"`` the checkpoint is kept for `restore`, until one of the same run is kept that does
+        With ``keep_as="RUN-WHAT"`` the checkpoint is kept for `restore`, until one of the same run is kept that does
         not list it in ``others``.
         """
         names = json.dumps([keep_as, list(others)]).encode() if keep_as else b""

@@ -150,7 +150,7 @@ class Replication:
         assert self._engine.log is not None
         return self._engine.log.next_number - 1
 
-    # --- calls from the server ---------------------------------------------------------------------------------------
+    # --- calls from the server --------------------------------------------------------------------------------------
 
     def may_answer(self) -> bool:
         """Whether this server can answer reads and writes: it leads, and no other server can lead yet."""
@@ -168,9 +168,7 @@ class Replication:
         if self.role is Role.LEADER and not self.rebuild:
             if self._handing_over and (request.op.writes or request.op == Op.CHECKPOINT):
                 return error_reply(request.request, Status.UNAVAILABLE, f"shard {shard} is being handed over")
-            if (
-                request.op != Op.CHECKPOINT and not self.in_contact()
-            ):  # reads could miss writes that another leader acknowledged
+            if request.op != Op.CHECKPOINT and not self.in_contact():  # another leader may have acknowledged writes
                 text = f"shard {shard}: this server has lost contact with the registry, and another one may lead"
                 return Reply(Status.NOT_LEADER, request.request, 0, [text.encode(), b""])
             return None

@@ -118,7 +118,7 @@ def set_aside(directory: Path, why: str, *, identity: bool = False) -> None:
     for path in found:
         move_folder(path, aside / path.name)
     (aside / "why.txt").write_text(why + "\n")
-    log.warning("%s; the files of %s were moved to %s, remove them when you no longer need them", why, directory, aside)
+    log.warning("%s; the files of %s were moved to %s; remove them when you no longer need them", why, directory, aside)
 
 
 def last_record(directory: Path) -> int:

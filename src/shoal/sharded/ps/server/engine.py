@@ -407,7 +407,7 @@ class Engine:
         return snapshot
 
     def finish_checkpoint(self, snapshot: ShardSnapshot, keep_as: str = "", others: Sequence[str] = ()) -> str:
-        """Write the checkpoint and drop the log that it replaces; returns its path. See `Kept.keep`."""
+        """Write the checkpoint and drop the records that are no longer needed; returns its path. See `Kept.keep`."""
         assert self.checkpoints is not None
         assert self.kept is not None
         try:

@@ -95,7 +95,7 @@ class ShownShard(Shown):
             tile("writes applied", found["version"]),
             tile("last write", found["since_write_s"], "ago"),
             tile("rows", sum(each["rows"] for each in tables.values())),
-            tile("table memory", sum(each["bytes"] for each in tables.values()), "bytes"),
+            tile("memory of tables", sum(each["bytes"] for each in tables.values()), "bytes"),
             tile("known workers", found["streams"]),
             tile("waiting requests", found["queued_bytes"], "bytes"),
             tile("checkpoint", found.get("checkpoint_age_seconds"), "ago",
