@@ -34,7 +34,7 @@ demo: build-packages $(VENV)/.installed ## train and serve the demo model and dr
 
 test: export SKBUILD_CMAKE_DEFINE = SHOAL_WERROR=ON
 test: export PYTHONDONTWRITEBYTECODE = # workers and their processes share compiled tests
-test: packages $(VENV)/.installed torchrec core-test ## run everything that CI runs
+test: packages $(VENV)/.installed torchrec core-test ## run all tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 docs: $(VENV)/.installed ## build the site into docs/_build/html; a warning is an error
@@ -60,8 +60,9 @@ proto: ## regenerate src/shoal/proto/*_pb2.py
 	cd src && $(abspath $(BIN))/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. shoal/proto/*.proto
 	cd src && $(abspath $(BIN))/python -m shoal.proto.serving.generate
 
-native: ## build the extension into src/shoal, for working on the tree with PYTHONPATH=src
-	cmake -S . -B build/dev -G Ninja -DSHOAL_WERROR=ON -DPython_EXECUTABLE=$$(command -v $(PYTHON)) >/dev/null
+native: $(BIN)/python ## build the extension into src/shoal, for working on the tree with PYTHONPATH=src
+	$(BIN)/python -c "import nanobind" 2>/dev/null || $(BIN)/pip install -q "nanobind>=3.1"
+	cmake -S . -B build/dev -G Ninja -DSHOAL_WERROR=ON -DPython_EXECUTABLE=$(abspath $(BIN))/python >/dev/null
 	cmake --build build/dev
 
 wheel: $(BIN)/python ## build an sdist and from it an abi3 wheel for this machine's manylinux (dist/)

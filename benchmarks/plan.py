@@ -6,8 +6,7 @@
 Costs are measured first. Then ten steps of each model are timed in one process (in as many processes at once as there
 will be ranks, because they share this machine). Then the model is trained: with its tables by row, by table and as
 copies on each number of ranks, and on a parameter server. Predictions are made from the costs and from those ten steps.
-The
-goal: within 20 % in the median and 35 % at worst.
+The goal: within 20 % in the median and 35 % at worst.
 """
 
 from __future__ import annotations

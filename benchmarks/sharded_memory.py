@@ -3,8 +3,8 @@
     python -m benchmarks.sharded_memory [--requests 10000000] [--json FILE]
 
 Requests are lookups, updates, assigns, inserting lookups, `contains`, `info` and malformed messages, many in flight at
-once; a new worker replaces the old one every 50,000 requests. The ids are always the same few, so that the table does
-not grow, only the server could.
+once; a new worker replaces the old one every 50,000 requests. The ids are always the same few, so the table does not
+grow: any growth is in the rest of the server.
 """
 
 from __future__ import annotations

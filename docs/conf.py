@@ -12,6 +12,10 @@ HOMES = {  # the packages that document names of these modules, if it is not the
     "shoal.proto.feature_configs": "shoal.ops",
     "shoal.ragged": "shoal",
     "shoal.table.config.optim": "shoal",
+    "shoal.train.loop.config": "shoal.trainer",
+    "shoal.train.loop.measure.metrics": "shoal.trainer",
+    "shoal.train.loop.toml": "shoal.trainer",
+    "shoal.train.loop.trainer": "shoal.trainer",
 }
 project = "Shoal"
 author = "The Shoal authors"

@@ -43,7 +43,7 @@ class Feature:
     boundaries: tuple[float, ...] = ()
     """For ``bucket``, in ascending order: a value's bucket is the number of boundaries <= the value."""
     steps: float = 1.0
-    """For ``log``: the number of ids per doubling of 1 + |x|."""
+    """For ``log``: the number of ids per doubling of ``1 + |x|``."""
     words: tuple[str, ...] = ()
     """The vocabulary. A configuration can name a ``file`` with one word per line instead, which is read once."""
     unknown: Literal["hash", "one", "drop"] = "one"
@@ -120,7 +120,7 @@ class Number:
     high: float | None = None
     """Values outside this range are clipped to it."""
     log: bool = False
-    """x becomes sign(x) * log(1 + |x|), which suits counts."""
+    """``x`` becomes ``sign(x) * log(1 + |x|)``, which suits counts."""
     mean: float = 0.0
     std: float = 1.0
 

@@ -38,7 +38,7 @@ class Schema:
     positive_above: float | None = None
     """The label is 1 where the column is above this, else 0. Without it the column must hold 0 and 1."""
     log_dense: bool = False
-    """Numbers x become sign(x) * log(1 + |x|), which suits counts; a `Number` in ``definitions`` sets its own."""
+    """Numbers ``x`` become ``sign(x) * log(1 + |x|)``, as suits counts; a `Number` in ``definitions`` sets its own."""
     definitions: Mapping[str, Feature | Number] = field(default_factory=dict)
     """Definitions of the features and numbers that differ from the default."""
     keep_negatives: float = 1.0
