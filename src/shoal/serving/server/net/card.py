@@ -173,6 +173,9 @@ class CardNet:
         given = {
             name: torch.zeros(rows, *one.shape[1:], dtype=one.dtype, device=self.device) for name, one in like.items()
         }
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        generator = torch.cuda.default_generators[index]
+        random_state = generator.clone_state()
         try:
             with self._capturing, torch.cuda.device(self.device), torch.inference_mode():
                 side = torch.cuda.Stream()
@@ -191,6 +194,7 @@ class CardNet:
                     raise RuntimeError("its outputs do not have one row per input row")
         except RuntimeError as error:
             log.warning("the net runs without CUDA graphs, because it cannot be captured: %s", error)
+            generator.graphsafe_set_state(random_state)  # it is still capturing, and would refuse every call
             self._graphs = None
             return None
         made = self._graphs[rows] = _Graph(graph, given, results)
