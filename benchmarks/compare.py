@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 TREE = Path(__file__).resolve().parent.parent
-RATES = re.compile(r"/s\b|per_s\b|rate|qps|ratio|speedup|ours over|gb_s|scaling|kept", re.IGNORECASE)
+RATES = re.compile(r"/s\b|per_s\b|rate|qps|ratio|speedup|ours over|gb_s|scaling|kept|roof", re.IGNORECASE)
 NOT_MEASURED = re.compile(
     r"goal|bound|wanted|target|machine|cores|memory_gib|rows$|bags$|per_bag|rival|torch$|torch_|theirs|repeats|dim$"
     r"|bytes$|threads$|(numpy|one_shot|once)_ms|^plain|flat ms|single calls ms|sort ms|topk ms|cpus|echo|asyncio|bare",

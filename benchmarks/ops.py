@@ -99,7 +99,8 @@ def compare(
 def trace(name: str, f: Callable[[], Any]) -> None:
     """Writes a profiler trace of one call, which is not timed."""
     if TRACES:
-        with torch.profiler.profile(record_shapes=True) as profiler, torch.profiler.record_function(name):
+        profile = torch.profiler.profile(record_shapes=True, acc_events=True)
+        with profile as profiler, torch.profiler.record_function(name):
             f()
         file = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json"
         profiler.export_chrome_trace(os.path.join(TRACES[0], file))

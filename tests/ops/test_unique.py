@@ -96,7 +96,9 @@ def test_the_chain_is_a_direct_lookup_for_any_number_of_shards(data):
     out.backward(upstream)
     for s in range(shards):
         want = fill_with_offset_map_gradient(pos[s], upstream, offset, dims)
-        assert torch.equal(values[s].grad, want)
+        if out.is_cpu:
+            assert torch.equal(values[s].grad, want)
+        torch.testing.assert_close(values[s].grad, want, rtol=1e-5, atol=1e-6)  # a GPU adds in any order
         plain = reference.fill_with_offset_map_gradient(
             pos[s].values, pos[s].row_splits, upstream, offset.values.row_splits, offset.values.values, dims
         )
