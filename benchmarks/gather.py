@@ -100,14 +100,14 @@ def bench_codec(made: dict[str, Any], spec: GradientSpec, repeat: int) -> dict[s
         shoal.set_num_threads(threads)
         torch.set_num_threads(threads)
         a, b = interleaved(ours, rival, repeat)
-        rows[f"unpack+dequantise, {threads} thread(s)"] = {
+        rows[f"unpack+dequantize, {threads} thread(s)"] = {
             "ours_ms": a * 1e3, "torch_ms": b * 1e3, "ratio": b / a, "figure": ">= 5"
         }  # fmt: skip
     shoal.set_num_threads(before[0])
     torch.set_num_threads(before[1])
     blob = b"".join(raw_bytes(t).tobytes() for t in (idxs, vals))
     check = lambda: validate_payload(made, spec)  # noqa: E731
-    for name, once in (("torch unpack+dequantise", rival), ("native unpack+dequantise", ours),
+    for name, once in (("torch unpack+dequantize", rival), ("native unpack+dequantize", ours),
                        ("its BLAKE2b alone", lambda: hashlib.blake2b(blob, digest_size=32).digest())):  # fmt: skip
         a, b = interleaved(check, once, repeat)
         rows[f"validate / {name}"] = {"ours_ms": a * 1e3, "once_ms": b * 1e3, "ratio": a / b, "figure": "<= 1.5"}

@@ -15,7 +15,7 @@ struct Findings {
   bool duplicate_index = false;
   bool nonfinite = false;
   bool too_large = false;
-  double sum_of_squares = 0;  // of the dequantised values; meaningless when nonfinite
+  double sum_of_squares = 0;  // of the dequantized values; meaningless when nonfinite
 };
 
 // All checks of one parameter in one pass over its bytes. `table` maps uint8 values; `bins` bounds them.

@@ -216,7 +216,7 @@ class Table {
   // Forgets removals before `epoch`; deltas against older epochs are refused from now on.
   void forget_before(uint32_t epoch);
 
-  // --- quantisation scale of one_bit segments, one per segment -----------------------------------------------------
+  // --- quantization scale of one_bit segments, one per segment -----------------------------------------------------
   std::vector<float> scales() const;
   void set_scales(const std::vector<float>& scales);
 

@@ -22,7 +22,7 @@ VOCABULARY = {
         "security.py",
         "sync/replica.py",
         "sync/split.py",
-        "sync/quantise.py",
+        "sync/quantize.py",
         "sync/history.py",
         "sync/publication.py",
         "sync/push.py",

@@ -1,4 +1,4 @@
-"""Geometry, packing, quantisation, digests, compression and the fifteen checks of a payload. Plain values only."""
+"""Geometry, packing, quantization, digests, compression and the fifteen checks of a payload. Plain values only."""
 
 import copy
 import math
@@ -128,17 +128,17 @@ def test_unpacking_needs_the_right_number_of_bytes():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_values_come_back_in_the_dtype_that_was_quantised(dtype):
+def test_values_come_back_in_the_dtype_that_was_quantized(dtype):
     q, params = quantize(torch.tensor([-1.0, 0.5, 2.0, 0.1], dtype=dtype))
     back = dequantize(q, params)
     assert back.dtype == (torch.float32 if dtype == torch.float64 else dtype)
     assert torch.equal(back, dequantize(q, (*params[:4], torch.float32)).to(back.dtype))
 
 
-# ---- quantisation
+# ---- quantization
 
 
-def test_quantisation_example():
+def test_quantization_example():
     values = torch.tensor([-1.0, 0.5, 2.0, 0.1, 0.9, -0.3])
     q, (shift, scale, offset, lookup, dtype) = quantize(values)
     assert np.float32(shift) == np.float32(0.36666664)
@@ -178,7 +178,7 @@ def test_every_number_of_bins_is_looked_up(bins):
         assert torch.equal(dequantize(q, params), params[3][q.long()] + 0.25)
 
 
-def test_dequantised_values_are_cast_to_the_peers_dtype():
+def test_dequantized_values_are_cast_to_the_peers_dtype():
     q, params = quantize(torch.randn(100), bins=16)
     for dtype in (torch.float16, torch.bfloat16, "bfloat16"):
         out = dequantize(q, (*params[:4], dtype))
@@ -411,7 +411,7 @@ def test_what_the_rules_allow_is_accepted(change):
     assert validate_payload(made, spec, window=7).norms.shape == (3,)
 
 
-def test_uint8_values_need_a_spec_with_quantisation():
+def test_uint8_values_need_a_spec_with_quantization():
     made = payload(small_spec(), 6)
     with pytest.raises(PayloadRejected) as caught:
         validate_payload(made, small_spec(quant=None))

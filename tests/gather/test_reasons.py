@@ -178,7 +178,7 @@ DAMAGES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("quant", [QuantSpec(), None], ids=["quantised", "plain"])
+@pytest.mark.parametrize("quant", [QuantSpec(), None], ids=["quantized", "plain"])
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_the_reason_is_the_first_rule_that_fails(quant, data):

@@ -149,7 +149,7 @@ def test_payloads_stay_where_they_were_fetched(worlds):
 
 
 def other_numbers(rank, world, *, seed, folder):
-    """A random model, quantisation, peers, faults, reserves, waves and budget; everything that must not depend on W."""
+    """A random model, quantization, peers, faults, reserves, waves and budget; everything that must not depend on W."""
     import random
 
     from shoal.gather import GradientSpec, QuantSpec, as_partials

@@ -9,7 +9,7 @@ import torch
 from shoal.serving import GetModelMetadataResponse, ModelServer, SignatureDefMap, export_ps
 from shoal.serving.status import StatusError
 from shoal.serving.sync.monolith.push_client import PushClient
-from shoal.serving.sync.quantise import asked_by, check_codecs, fingerprint, known
+from shoal.serving.sync.quantize import asked_by, check_codecs, fingerprint, known
 from shoal.serving.sync.split import Delta, DeltaBatch
 from shoal.table import FloatCompressorConfig, HashTableConfigInstance, MultiHashTable
 from tests.serving.test_server import CODE, Client, config_of, export, fails
@@ -62,7 +62,7 @@ def replica(tmp_path):
     def start():
         nonlocal server
         server = ModelServer(config=config_of(m=(tmp_path, "latest")), poll_wait_seconds=0).start()
-        return server, Client(server), PushClient(f"127.0.0.1:{server.port}", quantise=True)
+        return server, Client(server), PushClient(f"127.0.0.1:{server.port}", quantize=True)
 
     yield start
     server.stop(0)

@@ -349,32 +349,32 @@ def test_no_request_fails_while_versions_switch_under_load(serve, tmp_path):
     ],
     ids=["fp16", "fixed_r8", "one_bit"],
 )
-@pytest.mark.parametrize("quantise", [False, True])
-def test_pushes_to_a_quantised_replica_store_the_same_row_in_either_form(serve, tmp_path, codec, expected, quantise):
+@pytest.mark.parametrize("quantize", [False, True])
+def test_pushes_to_a_quantized_replica_store_the_same_row_in_either_form(serve, tmp_path, codec, expected, quantize):
     from shoal.serving.sync.monolith.push_client import PushClient
     from shoal.serving.sync.push import encode_push
-    from shoal.serving.sync.quantise import encoders
+    from shoal.serving.sync.quantize import encoders
 
     export(tmp_path, 1, 1, codec=codec)
     server, client = serve(config_of(m=(tmp_path,)))
     values = torch.tensor([[0.3, -0.7]]).numpy()
     batch = DeltaBatch("m", "hashtable_assign", 60_000, False, [Delta("T", 2, torch.tensor([5]).numpy(), values)])
-    pusher = PushClient(f"127.0.0.1:{server.port}", quantise=quantise)
+    pusher = PushClient(f"127.0.0.1:{server.port}", quantize=quantize)
     assert pusher.push(batch).status_code == 0
     got = client.predict("m", "lookup", {"u": torch.tensor([5])})["u"][0]
     assert torch.allclose(got, expected)
-    if quantise:
+    if quantize:
         asked = encoders(eventually(lambda: pusher._form(batch, time.monotonic() + 60).codecs))
         assert len(encode_push(batch, asked)[0]) < len(encode_push(batch)[0])
     pusher.close()
 
 
-@pytest.mark.parametrize("quantise", [False, True])
-def test_pushes_to_a_quantised_multi_table_store_the_same_rows_in_either_form(serve, tmp_path, quantise):
+@pytest.mark.parametrize("quantize", [False, True])
+def test_pushes_to_a_quantized_multi_table_store_the_same_rows_in_either_form(serve, tmp_path, quantize):
     """Each sub-table in its own form: bytes, half floats, plain floats and signs in one message."""
     from shoal.serving.sync.monolith.push_client import PushClient
     from shoal.serving.sync.push import encode_push
-    from shoal.serving.sync.quantise import encoders
+    from shoal.serving.sync.quantize import encoders
     from shoal.table import HashTableConfigInstance
 
     forms = {
@@ -400,7 +400,7 @@ def test_pushes_to_a_quantised_multi_table_store_the_same_rows_in_either_form(se
     ]
     signature = "MonolithMultiHashTable_q/raw_assign"
     batch = DeltaBatch("m", signature, 60_000, True, deltas)
-    pusher = PushClient(f"127.0.0.1:{server.port}", quantise=quantise)
+    pusher = PushClient(f"127.0.0.1:{server.port}", quantize=quantize)
     response = pusher.push(batch)
     assert (response.status_code, response.update_num) == (0, 6), response
     got = client.predict("m", "lookup", {name: torch.tensor(each, dtype=torch.int64) for name, each in ids.items()})
@@ -408,7 +408,7 @@ def test_pushes_to_a_quantised_multi_table_store_the_same_rows_in_either_form(se
     assert torch.equal(got["b"], rows["b"].half().float())
     assert got["c"].shape == (0, 3)
     assert torch.equal(got["d"], torch.where(rows["d"] > 0, 0.25, -0.25))
-    if quantise:
+    if quantize:
         asked = encoders(eventually(lambda: pusher._form(batch, time.monotonic() + 60).codecs))
         assert list(asked) == ["flat_value"]
         assert len(encode_push(batch, asked)[0]) < len(encode_push(batch)[0])

@@ -356,7 +356,7 @@ def test_a_shard_that_cannot_be_is_refused(shard, tmp_path):
         restore_table(table_of(0), tmp_path / "t", shard=shard)
 
 
-# --- quantisation scale -----------------------------------------------------------------------------------------------
+# --- quantization scale -----------------------------------------------------------------------------------------------
 
 
 def hash_net_table(name):

@@ -175,7 +175,7 @@ COMPRESSORS = [
 
 @pytest.mark.parametrize("serving", [False, True], ids=["training", "serving"])
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda compressor: type(compressor).__name__)
-def test_quantised_rows_are_read_as_lookups_show_them(compressor, serving):
+def test_quantized_rows_are_read_as_lookups_show_them(compressor, serving):
     one = table.HashTable.from_config(config(6, compressor, serving), name="one", seed=5)
     one.assign(torch.arange(0, 40, 2), torch.randn(20, 6))
     read = Read([one], Features((0,), (SUM,), (0,), 6), torch.randint(0, 9, (1, 30)), upto=40)

@@ -172,7 +172,7 @@ def segments(dims, rates, name):
     return make
 
 
-def test_segments_stochastic_rounding_and_quantised_lookups_follow_the_batch():
+def test_segments_stochastic_rounding_and_quantized_lookups_follow_the_batch():
     rounding = table.StochasticRoundingFloat16OptimizerWrapper(table.SgdOptimizer())
     make = segments(
         [(2, rounding, None), (2, table.AdagradOptimizer(), None), (1, table.SgdOptimizer(), table.OneBitCompressor())],

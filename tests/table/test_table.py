@@ -370,12 +370,12 @@ def test_values_may_have_the_shape_of_the_ids_or_be_flat():
     assert t.lookup(ids(4, 6)).tolist() == [[6, 7], [2, 3]]
 
 
-def test_rows_that_are_quantised_or_not_checked_take_values_that_are_not_finite():
+def test_rows_that_are_quantized_or_not_checked_take_values_that_are_not_finite():
     bad = torch.tensor([[float("nan"), float("inf")]])
-    quantised = hash_table_from_config(
+    quantized = hash_table_from_config(
         instance([CombineAsSegment(2, ZerosInitializer(), SgdOptimizer(), table.FixedR8Compressor(2.0))], [1.0])
     )
-    assert quantised.assign(ids(1), bad).lookup(ids(1)).tolist() == [[0, 1.984375]]
+    assert quantized.assign(ids(1), bad).lookup(ids(1)).tolist() == [[0, 1.984375]]
     trusting = HashTable(2, on_bad_gradient="ignore")
     assert trusting.assign(ids(1), bad).lookup(ids(1)).isfinite().sum() == 0
 

@@ -34,7 +34,7 @@ struct Segment {
   float init_low = 0, init_high = 0;  // constants: low; random_uniform: [low, high)
   int32_t init_column = 0;            // first column in the wider segment of which this is a slice
 
-  // Training: fixed_r8 and one_bit make lookups quantisation-aware. Serving: how the row is stored.
+  // Training: fixed_r8 and one_bit make lookups quantization-aware. Serving: how the row is stored.
   Codec codec = Codec::fp32;
   float r = 1.0f;  // fixed_r8
   int64_t step_size = 200;

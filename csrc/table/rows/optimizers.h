@@ -12,7 +12,7 @@ using StepFn = void (*)(const Segment& s, float* w, char* state, const float* g,
 
 SHOAL_PER_ISA(
     StepFn step_function(Opt opt);
-    // Quantisation-aware lookups of training rows, in place.
+    // Quantization-aware lookups of training rows, in place.
     void fake_quantize(float* w, int64_t n, float r); void hash_net(float* w, int64_t n, float amplitude, float scale);
     // The gradient that reaches the optimizer of a hash-net segment: out = g * amplitude * scale * (1 - tanh^2).
     void hash_net_gradient(const float* w, const float* g, int64_t n, float amplitude, float scale, float* out);

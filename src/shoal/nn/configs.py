@@ -38,7 +38,7 @@ class EmbeddingConfig:
     embedding_dim: int = 0
     name: str = ""
     data_type: Any = "FP32"
-    """FP32, FP16 or BF16; rows are always held in float32, and quantised when a model is exported."""
+    """FP32, FP16 or BF16; rows are always held in float32, and quantized when a model is exported."""
     feature_names: list[str] = field(default_factory=list)
     """The keys of a batch that read this table; by default the table's name."""
     weight_init_max: float | None = None
@@ -125,7 +125,7 @@ def _checked(who: str, one: Any, kind: type) -> Any:
     if word not in _TRAINED:
         raise ConfigError(
             f"{who}: table {one.name!r}: data_type must be one of {', '.join(_TRAINED)} in training, got {word}; rows "
-            "are quantised when a model is exported"
+            "are quantized when a model is exported"
         )
     return one
 

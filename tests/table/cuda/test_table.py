@@ -233,7 +233,7 @@ def test_touched_keys_are_those_that_training_changed(device):
     assert client.lookup(torch.tensor([4, 5])).tolist() == [[-2, -2], [-1, -1]]
 
 
-def test_quantised_lookups_show_what_serving_will_see(device):
+def test_quantized_lookups_show_what_serving_will_see(device):
     instance = config([(3, ZerosInitializer(), SgdOptimizer(), FixedR8Compressor(2.0))], [1.0])
     table = HashTable.from_config(instance, name="t", device="cuda")
     values = torch.tensor([[0.3, -0.3, 0.0078], [2.5, -7.0, float("nan")]], device=device)

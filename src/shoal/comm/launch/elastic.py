@@ -178,8 +178,8 @@ class _Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: Any) -> None:
         done, most = worker_group.spec.max_restarts - self._remaining_restarts, worker_group.spec.max_restarts
-        count = f"restart {done} of at most {most}" if self._why else "the number of hosts changes"
-        why = self._why or "another host is waiting to join"
+        count = f"restart {done} of at most {most}" if self._why else "not counted as a restart"
+        why = self._why or "another host waits to join, for the first time or after its ranks ended"
         self._restarts.reasons.append(why)
         self._tell(f"{why}; all ranks start again ({count})")
         super()._restart_workers(worker_group)

@@ -1,4 +1,4 @@
-"""12-bit index packing and uint8 quantisation of payloads, with plain-torch references."""
+"""12-bit index packing and uint8 quantization of payloads, with plain-torch references."""
 
 import math
 from importlib.util import find_spec

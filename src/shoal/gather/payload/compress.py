@@ -18,10 +18,10 @@ def pseudo_gradient(before: Mapping[str, Tensor], model: torch.nn.Module) -> dic
 
 
 class Compressor:
-    """Sends the quantised top-k of every chunk, and carries the rest over to the next window.
+    """Sends the quantized top-k of every chunk, and carries the rest over to the next window.
 
     ``c = g + decay * e`` is compressed and ``e = c - decompressed`` is kept, float32, one tensor per parameter; it
-    includes the quantisation error. Save ``state_dict`` with the model; call ``reset`` after a discarded round. Not
+    includes the quantization error. Save ``state_dict`` with the model; call ``reset`` after a discarded round. Not
     thread-safe.
     """
 

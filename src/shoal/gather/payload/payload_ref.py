@@ -23,7 +23,7 @@ _CODE_OF = {layout: code for code, layout in CODES.items()}
 
 
 class ParamData(NamedTuple):
-    """One parameter of one payload: contiguous idxs and vals, and the value table of quantised ones."""
+    """One parameter of one payload: contiguous idxs and vals, and the value table of quantized ones."""
 
     idxs: Tensor
     vals: Tensor
@@ -138,7 +138,7 @@ class PayloadRef:
             raise GatherError("the spilled payload's digest changed")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the payload's keys and values; ``quant_params`` only where values are quantised."""
+        """Return the payload's keys and values; ``quant_params`` only where values are quantized."""
         state: dict[str, Any] = {}
         for param, data in zip(self.spec.params, self.params, strict=True):
             if data is not None:

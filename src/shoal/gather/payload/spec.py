@@ -1,4 +1,4 @@
-"""The format of valid payloads for one model: chunk geometry, top-k, codec and quantisation."""
+"""The format of valid payloads for one model: chunk geometry, top-k, codec and quantization."""
 
 import json
 import math

@@ -86,7 +86,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def quant_block(quant: QuantParams) -> bytes:
-    """Encode quantisation parameters for digests and artifacts."""
+    """Encode quantization parameters for digests and artifacts."""
     shift, scale, offset, lookup, dtype = quant
     name = DTYPE_NAMES[dtype_of(dtype)]  # pyrefly: ignore
     shift32 = np.array(float(shift), dtype="<f4").tobytes()

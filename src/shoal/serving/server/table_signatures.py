@@ -12,7 +12,7 @@ from shoal.serving.server.rounds import Rounds, Rows
 from shoal.serving.server.servable import Servable, Signature, TableView, Tensors, as_views
 from shoal.serving.status import StatusError, invalid_argument
 from shoal.serving.sync.push import CODEC, VERSION, PushInfo, push_info
-from shoal.serving.sync.quantise import (
+from shoal.serving.sync.quantize import (
     asked,
     asked_multi,
     check_codecs,

@@ -24,7 +24,7 @@ READ_AT = "shoal-read-at-ms"
 """Unix milliseconds by which the trainer's rows had been read. Rows of an export that was begun later are newer."""
 
 CODEC = "shoal-codec"
-"""The fingerprint of the values' codecs (`shoal.serving.sync.quantise.fingerprint`); absent for plain floats."""
+"""The fingerprint of the values' codecs (`shoal.serving.sync.quantize.fingerprint`); absent for plain floats."""
 
 INSTANCE = "shoal-instance"
 """Trailing metadata of an answer to a push: the process that took it."""

@@ -21,7 +21,7 @@ from shoal.serving.security import PUSH_MESSAGE_BYTES, ClientSecurity, open_chan
 from shoal.serving.status import Code, StatusError, from_rpc_error
 from shoal.serving.sync.history import Ids, merge
 from shoal.serving.sync.push import COMMIT, HELLO, WEIGHTS, PushInfo, encode_push
-from shoal.serving.sync.quantise import encoders, fingerprint, known
+from shoal.serving.sync.quantize import encoders, fingerprint, known
 from shoal.serving.sync.split import Delta, DeltaBatch, sendable_parts
 from shoal.serving.sync.weights import write_weights
 from shoal.serving.tensors import decode_tensor, encode_tensor

@@ -106,5 +106,5 @@ def uncuttable(table: Any) -> str | None:
     if kind in WHOLE_ROW:
         return f"a step of its optimizer {kind} depends on the whole row"
     if segments[0].comp_config.WhichOneof("type") not in (None, "fp32", "fp16"):
-        return "its rows are quantised"
+        return "its rows are quantized"
     return None

@@ -16,7 +16,7 @@ from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, decode_response
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ClientSecurity, open_channel
 from shoal.serving.status import Code, StatusError, from_rpc_error
 from shoal.serving.sync.push import INSTANCE, PushInfo, encode_push
-from shoal.serving.sync.quantise import asked_by, encoders, fingerprint
+from shoal.serving.sync.quantize import asked_by, encoders, fingerprint
 from shoal.serving.sync.split import DeltaBatch
 
 log = logging.getLogger(__name__)
@@ -36,15 +36,15 @@ class _Form:
 class PushClient:
     """Pushes to one target over gRPC; a failed RPC becomes a response, never an exception.
 
-    With ``quantise``, values are sent in the form that the target stores. The target is asked for it at the first push,
+    With ``quantize``, values are sent in the form that the target stores. The target is asked for it at the first push,
     and again after it refused a push or answered with another version.
     """
 
-    def __init__(self, target: str, security: ClientSecurity | None = None, quantise: bool = False) -> None:
+    def __init__(self, target: str, security: ClientSecurity | None = None, quantize: bool = False) -> None:
         self.target = target
         self.instance = ""
         """The process that answered last, if it said so."""
-        self._quantise = quantise
+        self._quantize = quantize
         self._forms: dict[tuple[str, str], _Form] = {}
         self._security = security
         self._channel: Any = None
@@ -113,7 +113,7 @@ class PushClient:
     def _form(self, batch: DeltaBatch, end: float) -> _Form:
         """The form in which the replica wants values. Asks if it is unknown; plain floats if there is no answer."""
         key = (batch.model_name, batch.signature_name)
-        if self._quantise and key not in self._forms:
+        if self._quantize and key not in self._forms:
             request = GetModelMetadataRequest(metadata_field=["signature_def"])
             request.model_spec.name = batch.model_name
             call = self._channel.unary_unary(

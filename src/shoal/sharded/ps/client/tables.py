@@ -105,9 +105,10 @@ def _table(where: str, name: str, given: dict[str, Any], seed: int) -> tuple[Has
         except TypeError as error:
             raise ConfigError(f"{where}: {error}") from None
     as_row_optimizer(optimizer)
-    unknown = set(given) - {"dim", "initializer", "expire_after", "lr", "max_rows", "max_bytes", "evict"}
-    if unknown:
-        raise ConfigError(f"{where} has no option {', '.join(sorted(unknown))}")
+    known = {"dim", "initializer", "expire_after", "lr", "max_rows", "max_bytes", "evict"}
+    if unknown := set(given) - known:
+        known |= {"optimizer", "on_bad_gradient", "seed"}
+        raise ConfigError(f"{where} has no option {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
     if "dim" not in given:
         raise ConfigError(f"{where}: dim must be given")
     return HashTable(given.pop("dim"), optimizer=optimizer, name=name, **given).config, options
