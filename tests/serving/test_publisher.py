@@ -206,7 +206,7 @@ def test_shards_of_a_table_get_their_ids(serve, publish):
     assert [table.size() for table in tables] == [3, 1]
 
 
-def test_a_hundred_thousand_rows_take_well_under_a_second(serve, publish, tmp_path):
+def test_a_hundred_thousand_rows_are_there_after_one_round(serve, publish, tmp_path):
     class Big(HandSource):
         def take(self):
             changes = super().take()
@@ -221,9 +221,7 @@ def test_a_hundred_thousand_rows_take_well_under_a_second(serve, publish, tmp_pa
     publisher = publish(source, server)
     publisher.flush(LONG)
     source.step += 1
-    begin = time.monotonic()
-    publisher.flush(LONG)
-    assert time.monotonic() - begin < 5.0  # 0.15 s on an idle machine
+    publisher.flush(LONG)  # `benchmarks.serving --only push` measures how long it takes
     assert scores(server, [5, 99_999]) == [16.0 * source.step] * 2
 
 
