@@ -102,8 +102,7 @@ class Members {
 
 // Appends a value, unescaped if it is a text, so that two spellings of one text are one key.
 bool text_of(std::string_view raw, bool quoted, std::string* out) {
-  if (quoted && raw.find('\\') != std::string_view::npos)
-    return append_unescaped(raw, out) != Unescaped::broken_escape;
+  if (quoted && raw.find('\\') != std::string_view::npos) return append_unescaped(raw, out) != Unescaped::broken_escape;
   out->append(raw);
   return true;
 }
