@@ -86,7 +86,10 @@ TEST(crc_has_the_published_check_value_either_way) {
   CHECK(crc32c("123456789", 9) == 0xE3069283u);
   CHECK(crc32c_portable("123456789", 9) == 0xE3069283u);
   std::mt19937 random(1);
-  for (size_t n = 0; n < 300; ++n) {
+  std::vector<size_t> sizes(420);  // beyond that, around multiples of its blocks
+  std::iota(sizes.begin(), sizes.end(), size_t{0});
+  sizes.insert(sizes.end(), {767, 768, 3071, 3072, 3073, 3456, 3463, 6144, 10007});
+  for (const size_t n : sizes) {
     const std::string data = random_bytes(random, n, 256);
     CHECK(crc32c(data.data(), n) == crc32c_portable(data.data(), n));
     CHECK(crc32c_extend(crc32c(data.data(), n / 3), data.data() + n / 3, n - n / 3) == crc32c(data.data(), n));

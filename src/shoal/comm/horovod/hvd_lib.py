@@ -227,7 +227,8 @@ def push_pull(t: Tensor, average: bool = True, name: str | None = None) -> Tenso
     wide = torch.int32 if t.dtype == torch.int16 else t.dtype  # no backend supports int16
     out = ranks.on_wire(t.detach().to(wide, copy=True, memory_format=torch.contiguous_format))
     with TELEMETRY.timed(f"PushPull.{name or 'unnamed'}"):
-        ranks.start_reduce(out).wait()
+        if ranks.world_size > 1:
+            ranks.start_reduce(out).wait()
     if average:
         world, integral = size(), not (out.is_floating_point() or out.is_complex())
         out = out // world if integral else out.div_(torch.tensor(world, device=out.device))
