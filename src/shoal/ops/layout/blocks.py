@@ -150,7 +150,8 @@ def _version_3(
 def _version_4(
     plan: Plan, embeddings: list[Tensor], ps_num: int, row_splits: list[Tensor], sizes: list[Tensor]
 ) -> list[Block]:
-    _check_count(embeddings, 1)
+    if len(embeddings) != 1:
+        raise ConfigError(f"{_OP}: embeddings_list must hold one flat tensor in version 4, got {len(embeddings)}")
     tables = len(plan.tables)
     lengths = _counts("fid_list_emb_row_lenth", sizes[0], ps_num * tables)
     if sum(lengths) != embeddings[0].numel():

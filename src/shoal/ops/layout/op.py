@@ -118,10 +118,11 @@ def _arguments(
     if variant_type not in _VARIANTS:
         raise ConfigError(f"{op}: variant_type must be one of {', '.join(_VARIANTS)}, got {variant_type!r}")
     version = int(version) if version in (2, 3, 4, 5) else 1
-    if (row_lengths is not None) != (version == 4):
-        given = "None" if row_lengths is None else "a tensor"
+    if version == 4:
+        row_lengths = _required(op, row_lengths, "fid_list_emb_row_lenth", version)
+    elif row_lengths is not None:
         raise ConfigError(
-            f"{op}: fid_list_emb_row_lenth must be None except in version 4, got {given} in version {version}"
+            f"{op}: fid_list_emb_row_lenth must be None except in version 4, got a value in version {version}"
         )
     if version != 1 and ps_num < 0:
         raise ConfigError(f"{op}: ps_num must be >= 0, got {ps_num}")

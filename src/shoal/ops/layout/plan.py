@@ -149,9 +149,8 @@ class _Layout:
             self._check_slice(s)
         wanted = len(slices) if kind == OutType.NONE else 1
         if len(self.out.shape) != wanted:
-            self._fail(
-                f"{OutType(kind).name} of {len(slices)} slices must have {wanted} shapes, got {len(self.out.shape)}"
-            )
+            rule = f"one shape per slice, {wanted}" if kind == OutType.NONE else "one shape"
+            self._fail(f"{OutType(kind).name} must have {rule}, got {len(self.out.shape)}")
         if not slices and kind != OutType.NONE:
             self._fail("slice_configs must not be empty, got no slices")
         given = [shape_dims(shape) for shape in self.out.shape]

@@ -36,7 +36,7 @@ def reduce_sum(id_indices: Any, id_values: Any, id_length: Any, name: str | None
 
 
 def reduce_mean(id_indices: Any, id_values: Any, id_length: Any, name: str | None = None) -> Tensor:
-    """The mean of the rows that have the same target row, with the arguments of `reduce_sum`."""
+    """The mean of the rows that have the same target row, zero for none, with the arguments of `reduce_sum`."""
     return _reduce_ids("reduce_mean", id_indices, id_values, id_length, MEAN)
 
 
