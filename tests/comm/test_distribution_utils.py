@@ -1,10 +1,12 @@
 """The launch environment: tables of environments and results first, then processes under both launchers."""
 
+import importlib
 import itertools
 import logging
 import os
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -55,6 +57,14 @@ def starts(monkeypatch):
     calls = []
     monkeypatch.setattr(hvd_lib, "init", lambda backend=None, lazy=False: calls.append(backend))
     return calls
+
+
+# Modules
+
+
+@pytest.mark.parametrize("module", [du, device_utils, hvd_lib], ids=["distribution_utils", "device_utils", "hvd_lib"])
+def test_modules_can_be_imported_from_comm_and_are_the_same(module):
+    assert importlib.import_module(f"shoal.comm.{module.__name__.rpartition('.')[2]}") is module
 
 
 # Helpers and switches
@@ -121,10 +131,10 @@ def test_switches_are_integers_or_words(env, text, value):
     assert du.env_int("MONOLITH_X", 5) == value
 
 
-@pytest.mark.parametrize("text", ["perhaps", " ", "1.5", "0x1"])
+@pytest.mark.parametrize("text", ["Perhaps", " ", "1.5", "0x1"])
 def test_another_switch_is_refused_by_name(env, text):
     env(MONOLITH_X=text)
-    with pytest.raises(ValueError, match="MONOLITH_X"):
+    with pytest.raises(ValueError, match=f"MONOLITH_X must be an integer, .* got {text!r}"):
         du.env_int("MONOLITH_X", 0)
 
 
@@ -218,6 +228,14 @@ def test_get_sync_run_hooks_over_its_whole_table(env, sync, byteps, bcast, full)
     else:
         assert len(hooks) == 1
     assert du.get_sync_run_hooks(full) is not hooks
+
+
+def test_a_replaced_broadcast_hook_is_used_until_it_is_restored(env):
+    env(OMPI_COMM_WORLD_LOCAL_RANK=0)
+    du.FLAGS.enable_sync_training = True
+    with mock.patch.object(hvd_lib, "BroadcastGlobalVariablesHook", lambda root, **options: (root, options)):
+        assert du.get_sync_run_hooks() == [(0, {"device": "", "backend": "horovod"})]
+    assert isinstance(du.get_sync_run_hooks()[0], du.BroadcastGlobalVariablesHook)
 
 
 def test_a_missing_library_is_an_import_error(env, monkeypatch):

@@ -50,18 +50,16 @@ class _Module(types.ModuleType):
         """Whether the byteps profile is enabled; read from the environment on each access."""
         return env_int("MONOLITH_WITH_BYTEPS", 0) != 0
 
-    @property
-    def BroadcastGlobalVariablesHook(self) -> Any:
-        from shoal.comm.horovod.hooks import BroadcastGlobalVariablesHook
-
-        return self.__dict__.get("_hook", BroadcastGlobalVariablesHook)
-
-    @BroadcastGlobalVariablesHook.setter
-    def BroadcastGlobalVariablesHook(self, value: Any) -> None:
-        self.__dict__["_hook"] = value
-
 
 sys.modules[__name__].__class__ = _Module
+
+
+def __getattr__(name: str) -> Any:
+    if name != "BroadcastGlobalVariablesHook":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from shoal.comm.horovod import hooks  # it imports this module
+
+    return hooks.BroadcastGlobalVariablesHook
 
 
 def init(backend: str | None = None, lazy: bool = False) -> None:

@@ -1,0 +1,8 @@
+"""`shoal.comm.launch.device_utils` under its specified name; both names are the same module object."""
+
+import sys
+
+from shoal.comm.launch import device_utils
+from shoal.comm.launch.device_utils import *  # noqa: F403  (for type checkers)
+
+sys.modules[__name__] = device_utils

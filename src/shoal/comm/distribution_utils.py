@@ -1,0 +1,8 @@
+"""`shoal.comm.horovod.distribution_utils` under its specified name; both names are the same module object."""
+
+import sys
+
+from shoal.comm.horovod import distribution_utils
+from shoal.comm.horovod.distribution_utils import *  # noqa: F403  (for type checkers)
+
+sys.modules[__name__] = distribution_utils
