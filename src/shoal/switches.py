@@ -16,9 +16,9 @@ def parse_switch(name: str, text: str) -> int:
     >>> [parse_switch("X", text) for text in ("1", "on", "False", "", "32")]
     [1, 1, 0, 0, 32]
     """
-    text = text.lower()
-    if not text or text in _WORDS:
-        return _WORDS.get(text, 0)
+    word = text.lower()
+    if not word or word in _WORDS:
+        return _WORDS.get(word, 0)
     try:
         return int(text)
     except ValueError:

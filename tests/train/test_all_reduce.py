@@ -243,6 +243,16 @@ def test_a_mismatch_is_reported_on_all_ranks_before_data_moves(what, algorithm):
     run_threads(3, mismatched, what, algorithm, timeout_s=200)
 
 
+def test_a_mismatch_shows_what_this_rank_passed():
+    def work(t):
+        mine = [torch.ones(3)] if t.rank else []
+        text = r"those of this rank \(1\): \(3,\) float32\. " if t.rank else r"those of this rank \(0\): none\. "
+        with pytest.raises(AggregationError, match=text):
+            AllReduceAggregator(config(t), t).aggregate(mine)
+
+    run_threads(2, work)
+
+
 def test_integers_are_summed_and_have_no_mean():
     def work(t):
         agg = AllReduceAggregator(config(t), t, average=False)

@@ -150,12 +150,12 @@ def agree(exchange: Exchange, gradients: Sequence[Tensor], extra: Any = None, pr
     if problem is not None:
         raise problem
     if low != high:
-        shapes = ", ".join(f"{tuple(g.shape)} {str(g.dtype).removeprefix('torch.')}" for g in gradients[:8])
+        shapes = ", ".join(f"{tuple(g.shape)} {str(g.dtype).removeprefix('torch.')}" for g in gradients[:8]) or "none"
         more = f" and {len(gradients) - 8} more" if len(gradients) > 8 else ""
         raise AggregationError(
             f"rank {exchange.rank} of {exchange.world_size}: all ranks must pass gradients of the same count, shapes "
-            "and dtypes, but they differ or a rank failed earlier; this rank has "
-            f"{len(gradients)} tensors: {shapes}{more}. Nothing was reduced."
+            f"and dtypes, but they differ or a rank failed earlier; those of this rank ({len(gradients)}): "
+            f"{shapes}{more}. Nothing was reduced."
         )
 
 

@@ -111,7 +111,7 @@ class HierarchicalAggregator(GradientAggregator):
         if low != high:
             raise AggregationError(
                 "HierarchicalAggregator: all ranks must pass gradients of the same count, shapes and dtypes, but they "
-                f"differ; rank {self._rank} has {len(gradients)} tensors. Nothing was reduced."
+                f"differ; the count on rank {self._rank} is {len(gradients)}. Nothing was reduced."
             )
         integers = [i for i, g in enumerate(gradients) if not g.is_floating_point()]
         if self.average and integers:
