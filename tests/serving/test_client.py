@@ -72,6 +72,13 @@ def test_what_is_missing_may_be_none_in_columns_of_any_kind():
     assert columns_of({"tags": [None, []]}, forms)["tags"].shape == (2, 0)
 
 
+def test_empty_lists_become_columns_of_the_dtype_that_the_signature_takes():
+    forms = {"ids": Form(torch.int64, 2), "slot": Form(torch.int64, 1)}
+    got = columns_of({"ids": [[], []], "slot": []}, forms)
+    assert (got["ids"].dtype, got["ids"].shape) == (torch.int64, (2, 0))
+    assert (got["slot"].dtype, got["slot"].shape) == (torch.int64, (0,))
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -82,6 +89,7 @@ def test_what_is_missing_may_be_none_in_columns_of_any_kind():
         ([[1, 2], [3]], "1 to 2 values"),
         ([object()], "object"),
         ([{}], "dict"),
+        ([1 << 70], "at most 64 bits, got 1180591620717411303424"),
         ([1 + 2j], "complex"),
     ],
 )

@@ -98,6 +98,8 @@ def test_ranks_agree_by_step(tmp_path):
     assert plan_export(base, 3, global_step=50, rank=1, dense_only=True) == {}
     with pytest.raises(ConfigError, match="global_step"):
         plan_export(base, 3, rank=0)
+    with pytest.raises(ConfigError, match="num_ps must be >= 0, got -1"):
+        plan_export(base, -1)
 
 
 def test_a_taken_second_is_waited_out(tmp_path):

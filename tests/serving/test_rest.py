@@ -140,7 +140,7 @@ def test_status_and_metadata(served):
         ("/v1/models/m:predict", {"instances": []}, 400, "at least one row"),
         ("/v1/models/m:predict", {"instances": [1], "inputs": {}}, 400, "either instances"),
         ("/v1/models/m:predict", {"inputs": {"user": [[1]]}}, 400, "price"),
-        ("/v1/models/m:predict", {"inputs": {"user": [["x"]], "price": [[1, 2]]}}, 400, "user"),
+        ("/v1/models/m:predict", {"inputs": {"user": [["x"]], "price": [[1, 2]]}}, 400, "must be a tensor of int64"),
         ("/v1/models/m:predict", {"inputs": {"user": [[1.5]], "price": [[1, 2]]}}, 400, "fraction"),
         ("/v1/models/m:predict", {"inputs": {"user": [[2**63]], "price": [[1, 2]]}}, 400, "user"),
         (

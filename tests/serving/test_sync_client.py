@@ -220,6 +220,15 @@ def test_touched_keys_are_kept_while_there_is_no_target(server):
     assert sync(handle, config_of(address(server)))["responses"][0]["update_num"] == 1
 
 
+def test_a_round_of_a_client_without_tables_sends_nothing(server):
+    handle = parameter_sync_client_from_config()
+    assert sync(handle, config_of(address(server))) == {}
+    table = test_hash_table(1, name_suffix="t", sync_client=handle)
+    step(table, [5])
+    assert sync(handle, config_of(address(server)))["responses"][0]["update_num"] == 1
+    assert len(server.requests) == 1
+
+
 def test_only_training_marks_ids(server):
     handle = parameter_sync_client_from_config()
     table = test_hash_table(1, name_suffix="t", sync_client=handle)

@@ -72,7 +72,7 @@ def _column(alias: str, value: Any, form: Form | None) -> Column:
         raise DataError(f"input {alias!r}: {error}") from None
     if form is None:
         return column
-    if isinstance(column, torch.Tensor) and form.dtype is not None and _is_harmless(column.dtype, form.dtype):
+    if isinstance(column, torch.Tensor) and form.dtype is not None and _is_harmless(column, form.dtype):
         column = column.to(form.dtype)
     if form.rank == 2 and column.ndim == 1:
         column = column[:, None] if isinstance(column, torch.Tensor) else column.reshape(-1, 1)
@@ -81,9 +81,10 @@ def _column(alias: str, value: Any, form: Form | None) -> Column:
     return column
 
 
-def _is_harmless(have: torch.dtype, want: torch.dtype) -> bool:
-    """Whether values of dtype ``have`` may be converted to ``want``; fractions are never truncated."""
-    return want.is_floating_point or not (have.is_floating_point or have == torch.bool)
+def _is_harmless(column: torch.Tensor, want: torch.dtype) -> bool:
+    """Whether values may be converted to ``want``; fractions are never truncated. Empty lists have no dtype."""
+    have = column.dtype
+    return not column.numel() or want.is_floating_point or not (have.is_floating_point or have == torch.bool)
 
 
 def _as_column(value: Any, text: bool = False) -> Column:
@@ -115,6 +116,8 @@ def _as_column(value: Any, text: bool = False) -> Column:
         array = np.asarray(value)
     if array.dtype.kind in "OSU":
         if bad := [each for each in array.reshape(-1) if not isinstance(each, str | bytes)]:
+            if isinstance(bad[0], int):
+                raise ValueError(f"integers must have at most 64 bits, got {bad[0]}")
             raise TypeError(f"values must be numbers or texts, got {type(bad[0]).__name__}")
         return array.astype(object).reshape(array.shape or (1,))
     tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))

@@ -28,6 +28,8 @@ def plan_export(
     rank 0 also writes ``entry`` and ``dense_0``, and the version is the global step so that ranks agree. Otherwise the
     version is ``timestamp``, by default the current second; if that is taken, it waits for the next one.
     """
+    if num_ps < 0:
+        raise ConfigError(f"plan_export: num_ps must be >= 0, got {num_ps}")
     if rank is None:
         shards = range(num_ps)
     elif not 0 <= rank < max(1, num_ps):

@@ -58,7 +58,7 @@ def tensors_of(columns: dict[str, Any], specs: dict[str, Any], max_bytes: int = 
             tensors[alias] = torch.tensor(value, dtype=dtype, device="cpu")
             max_bytes -= tensors[alias].nbytes
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-            raise DataError(f"input {alias!r} is not a {spec.dtype} tensor: {error}") from None
+            raise DataError(f"input {alias!r} must be a tensor of {spec.dtype}: {error}") from None
     return tensors
 
 
