@@ -10,7 +10,13 @@ from shoal.sharded import (
     RemoteMultiHashTable,
     RemoteMultiTypeHashTable,
 )
-from shoal.table import PolynomialDecay, SgdOptimizer, StochasticRoundingFloat16OptimizerWrapper
+from shoal.table import (
+    HashTable,
+    MultiTypeHashTable,
+    PolynomialDecay,
+    SgdOptimizer,
+    StochasticRoundingFloat16OptimizerWrapper,
+)
 from tests.sharded.helpers import adagrad, config, local, multi_type, native
 
 T = torch.tensor
@@ -204,6 +210,27 @@ def test_an_unknown_slot_in_a_write_changes_nothing(several):
     with pytest.raises(KeyError):
         table.apply_gradients({"1": (T([1]), T([[1.0]])), "9": (T([1]), T([[1.0]]))}, 0)
     assert table.lookup({"1": T([1])})["1"].item() == 0
+
+
+@pytest.mark.parametrize("float16", [False, True])
+def test_a_bad_gradient_for_one_part_changes_no_part(several, float16):
+    table = several(2, two_slots(), transfer_float16=float16)
+    table.assign({"1": (T([4, 5]), T([[1.0], [1.0]]))})
+    for bad in (float("nan"), 70000.0 if float16 else float("inf")):  # float16 ends at 65504
+        with pytest.raises(ValueError, match="table '1': a gradient holds NaN or infinity; nothing was applied"):
+            table.apply_gradients({"1": (T([4, 5]), T([[1.0], [bad]]))}, 0)
+        assert table.lookup({"1": T([4, 5])})["1"].tolist() == [[1], [1]]
+
+
+def test_a_bad_gradient_is_left_to_tables_that_skip_it():
+    def build(i, configs):
+        return MultiTypeHashTable(
+            configs, lambda name, c: HashTable.from_config(c, name=f"{name}_{i}_skips", on_bad_gradient="skip")
+        )
+
+    table = DistributedMultiTypeHashTable(2, two_slots(), build)
+    table.apply_gradients({"1": (T([4, 5]), T([[1.0], [float("nan")]]))}, 0)
+    assert table.lookup({"1": T([4, 5])})["1"].tolist() == [[-1], [0]]
 
 
 def test_every_slot_follows_its_own_rate(several):

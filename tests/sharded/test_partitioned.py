@@ -306,6 +306,16 @@ def test_owned_by_ranks_equals_the_ordinary_path(is_native):
         tables[1].assign({})
 
 
+def test_a_rank_may_have_no_samples_and_no_times():
+    ctx = settings(1, True, enable_gpu_emb=True)
+    table = PartitionedHashTable(1, native, True, parser_ctx=ctx)
+    bundle = {}
+    found = table.lookup({f"{PRE}sparse_features": {}, "req_time": T([], dtype=torch.int64)}, bundle)
+    assert {name: list(rows.shape) for name, rows in found.items()} == {"bias": [0, 3], "deep": [0, 6], "vec": [0, 6]}
+    table.apply_gradients([(None, rows) for rows in table.flatten_layout(found)], 0, auxiliary_bundle=bundle)
+    assert table.tables[0].size() == 0
+
+
 @pytest.mark.parametrize("is_native", [False, True])
 @pytest.mark.parametrize("num_ps", [0, 2])
 def test_the_factory_builds_inside_its_context(is_native, num_ps):

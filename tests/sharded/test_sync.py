@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shoal.errors import PeerError
 from shoal.sharded import (
     AllToAllHashTable,
     DistributedMultiTypeHashTableMpi,
+    SingleRank,
     SyncEnvironment,
     create_in_worker_multi_type_hash_table,
     create_in_worker_native_multi_hash_table,
@@ -15,6 +17,7 @@ from shoal.sharded import (
     create_native_multi_hash_table,
     early_reorder_pack,
 )
+from shoal.sharded.all_to_all.exchange import FIND, Call, Exchange
 from shoal.table import PolynomialDecay, reset_registry
 from tests.sharded.helpers import adagrad, config, local, multi_type, native, run_ranks
 
@@ -151,6 +154,19 @@ def test_hooks_of_users_reach_the_loop_and_are_not_ended_by_a_flush(kind):
 def test_a_queue_that_does_not_exist_is_refused(kind):
     with pytest.raises(ValueError, match="queue_configs has no setting 'enable_prefetch'; settings are"):
         DistributedMultiTypeHashTableMpi(1, lambda r: kind(r, {"a": config(1)}), {"enable_prefetch": 1})
+
+
+def test_a_negative_capacity_is_refused(kind):
+    with pytest.raises(ValueError, match="queue_configs: enable_pipelined_fwda2a must be >= 0, got -1"):
+        DistributedMultiTypeHashTableMpi(1, lambda r: kind(r, {"a": config(1)}), {"enable_pipelined_fwda2a": -1})
+
+
+def test_an_exchange_of_the_wrong_size_is_told_in_words():
+    exchange = Exchange(SingleRank(), torch.float32)
+    with pytest.raises(PeerError, match=r"rank 0, ids of find 7 of table\(s\) 'a': expected \[3\] elements"):
+        exchange.send("ids", Call(FIND, 7, ("a",)), torch.ones(2), [2], [3])
+    with pytest.raises(PeerError, match=r"rank 0, ids: expected \[3\] elements"):
+        exchange.send("ids", None, torch.ones(2), [2], [3])
 
 
 def test_an_update_that_is_refused_leaves_its_bundle_whole(kind):

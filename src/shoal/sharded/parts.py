@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -9,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from shoal.errors import ConfigError
 from shoal.ragged import Ragged
 from shoal.sharded.devices import home
 from shoal.sharded.metrics import lookup_timer
@@ -42,6 +44,25 @@ class Parts(Protocol):
         scales: Sequence[float] | None = None, each: Each = "sum",
     ) -> None: ...  # fmt: skip
     def write(self, verb: str, lists: Sequence[Lists], values: Sequence[Tensor], seconds: int) -> None: ...
+
+
+def check_finite(asked: Lists, flat: Tensor, dims: Mapping[str, int], strict: Sequence[str]) -> None:
+    """Raise for a bad gradient of the tables ``strict`` of one part, before any part has applied its share."""
+    if not strict or math.isfinite(float(flat.sum())):
+        return
+    for name, rows in zip(asked.names, _rows_by_table(asked, flat, dims), strict=True):
+        if name in strict and not bool(rows.isfinite().all()):
+            raise ConfigError(
+                f"table {name!r}: a gradient holds NaN or infinity; nothing was applied. Clip it, or set "
+                "on_bad_gradient='skip'"
+            )
+
+
+def _rows_by_table(asked: Lists, flat: Tensor, dims: Mapping[str, int]) -> list[Tensor]:
+    """The rows of each table of a request, ``[n, dim]``."""
+    widths = [dims[name] for name in asked.names]
+    blocks = torch.split(flat, [n * width for n, width in zip(asked.counts, widths, strict=True)])
+    return [block.view(-1, width) for block, width in zip(blocks, widths, strict=True)]
 
 
 def parts_of(parts: Sequence[Any], dims: Mapping[str, int], *, raw: bool = False) -> Parts:
@@ -107,8 +128,12 @@ class LocalParts:
         self, lists: Sequence[Lists], grads: Sequence[Tensor], step: int, seconds: int, *, float16: bool = False,
         scales: Sequence[float] | None = None, each: Each = "sum",
     ) -> None:  # fmt: skip
-        for part, asked, flat in zip(self._parts, lists, grads, strict=True):
-            part.apply(asked, flat.half().float() if float16 else flat, Step(step, seconds, scales), each)
+        flats = [flat.half().float() if float16 else flat for flat in grads]
+        if len(self._parts) > 1:
+            for part, asked, flat in zip(self._parts, lists, flats, strict=True):
+                part.check_finite(asked, flat)
+        for part, asked, flat in zip(self._parts, lists, flats, strict=True):
+            part.apply(asked, flat, Step(step, seconds, scales), each)
 
     def write(self, verb: str, lists: Sequence[Lists], values: Sequence[Tensor], seconds: int) -> None:
         for part, asked, flat in zip(self._parts, lists, values, strict=True):
@@ -139,6 +164,9 @@ class Tables:
             for name, ids in zip(asked.names, torch.split(asked.ids, list(asked.counts)), strict=True)
         ]
         return torch.cat([r.reshape(-1) for r in rows])
+
+    def check_finite(self, asked: Lists, flat: Tensor) -> None:
+        """Nothing is left to check: `PartsGroup` has checked the gradients."""
 
     def apply(self, asked: Lists, flat: Tensor, step: Step, each: Each) -> None:
         for group, places, features, counts, ids in self._work(asked):
@@ -192,6 +220,11 @@ class NamedTables:
     def insert(self, asked: Lists, seconds: int) -> Tensor:
         raise NotImplementedError("insert_missing must be False for tables that hold others by name")
 
+    def check_finite(self, asked: Lists, flat: Tensor) -> None:
+        tables: Mapping[str, Any] = getattr(self._part, "tables", {})
+        strict = [name for name in asked.names if getattr(tables.get(name), "on_bad_gradient", "") == "raise"]
+        check_finite(asked, flat, self._dims, strict)
+
     def apply(self, asked: Lists, flat: Tensor, step: Step, each: Each) -> None:
         if self._raw:
             ragged = Ragged.from_row_lengths(asked.ids.to(home(self._part)), asked.counts)
@@ -203,9 +236,7 @@ class NamedTables:
         getattr(self._part, verb)(self._pairs(asked, flat), req_time=seconds)
 
     def _pairs(self, asked: Lists, flat: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        there, at, pairs = home(self._part), 0, {}
-        for name, ids in zip(asked.names, torch.split(asked.ids, list(asked.counts)), strict=True):
-            rows = flat[at : at + ids.numel() * self._dims[name]].view(-1, self._dims[name])
-            at += rows.numel()
-            pairs[name] = ids.to(there), rows.to(there)
-        return pairs
+        there = home(self._part)
+        ids = torch.split(asked.ids.to(there), list(asked.counts))
+        rows = _rows_by_table(asked, flat.to(there), self._dims)
+        return dict(zip(asked.names, zip(ids, rows, strict=True), strict=True))

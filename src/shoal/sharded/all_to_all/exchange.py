@@ -99,8 +99,9 @@ class Exchange:
         if call is not None:
             call.check(heads, rank)
         if came is None and (call is None or not call.failed):
+            exchange = name if call is None else f"{name} of {_describe(call.head())}"
             raise PeerError(
-                f"rank {rank}, {name} of {call}: expected {recv} elements by rank, but one rank sent more or fewer"
+                f"rank {rank}, {exchange}: expected {recv} elements by rank, but one rank sent more or fewer"
             )
         return flat if came is None else came
 

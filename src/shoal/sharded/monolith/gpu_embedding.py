@@ -38,14 +38,14 @@ class AllToAllLists:
         lists = [sharded["shards"][f"{table}:{ps}"] for ps in range(self.shards) for table in tables]
         sizes = torch.tensor([ids.numel() for ids in lists], dtype=torch.int32, device="cpu")
         by_shard = sizes.view(self.shards, len(tables))
-        time = 0 if req_time is None else int(as_tensor(req_time).max())
+        times = as_tensor([] if req_time is None else req_time)
         self._put(
             bundle,
             shards_value=torch.cat(lists),
             shards_row_lengths=by_shard.sum(1, dtype=torch.int32),
             shards_table_row_lengths=sizes,
             fid_list_emb_row_lenth=(by_shard * self._dims).reshape(-1).int(),
-            req_time=time,
+            req_time=int(times.max()) if times.numel() else 0,
         )
 
     def read(self, bundle: dict[str, Any]) -> None:

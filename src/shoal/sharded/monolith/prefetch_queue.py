@@ -30,6 +30,8 @@ def queue_capacities(queue_configs: Mapping[str, int] | None) -> dict[str, int]:
     given = dict(queue_configs or {})
     if unknown := sorted(set(given) - set(QUEUE_KEYS)):
         raise ConfigError(f"queue_configs has no setting {unknown[0]!r}; settings are {', '.join(QUEUE_KEYS)}")
+    if negative := sorted(key for key, capacity in given.items() if capacity < 0):
+        raise ConfigError(f"queue_configs: {negative[0]} must be >= 0, got {given[negative[0]]}")
     return {key: int(given.get(key, 0)) for key in QUEUE_KEYS}
 
 

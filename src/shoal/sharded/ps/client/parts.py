@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.sharded.metrics import lookup_timer
-from shoal.sharded.parts import Each, Lists
+from shoal.sharded.parts import Each, Lists, check_finite
 from shoal.sharded.ps.protocol import Op, Reply, Request, as_tensor
 from shoal.table.protocol import CPU, Missing
 
@@ -63,6 +63,9 @@ class RemoteParts:
             )
             request.read_version = self._client.versions[part.shard]
             requests[part.shard] = request
+            if len(self._parts) > 1:
+                strict = asked.names if part.on_bad_gradient == "raise" else ()
+                check_finite(asked, request.values, part.dims, strict)
         self._client.write(requests, wait=False)
 
     def write(self, verb: str, lists: Sequence[Lists], values: Sequence[Tensor], seconds: int) -> None:

@@ -206,6 +206,8 @@ class RemoteMultiTypeHashTable(RemoteTables):
         seed: int | None = None, filters: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(client, shard, configs)
+        self.on_bad_gradient = "raise" if create else ""
+        """The treatment of a NaN or infinite gradient; empty if it was set by whoever created the tables."""
         if create:
             create_tables(client, self.configs, shards=[shard], seed=seed, filters=filters)
 
