@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal import _core
-from shoal.durable import read_newest
+from shoal.durable import read_newest, read_saved, write_saved
 from shoal.errors import CancelledError, ConfigError, DataError
 from shoal.table import (
     CheckpointNotFoundError,
@@ -152,6 +152,15 @@ def test_a_missing_index(tmp_path):
     save_shards(tmp_path, 3)
     os.unlink(tmp_path / "t-00001-of-00003")
     expect_refusal(tmp_path, "1 of 3 shards are missing, the first is t-00001-of-00003")
+
+
+def test_the_files_that_a_save_replaced_must_be_names(tmp_path):
+    save_shards(tmp_path, 2)
+    saved = read_saved(tmp_path / "t.manifest")
+    for replaced in (5, [[1]]):
+        fields = {**saved.fields, "replaces": replaced}
+        write_saved(tmp_path / "t.manifest", fields, saved.files, saved.moves)
+        expect_refusal(tmp_path, "replaces must be a list of file names, got")
 
 
 def test_an_automatic_save_replaces_one_of_another_count(tmp_path):
@@ -390,7 +399,8 @@ def test_a_checkpoint_without_a_scale_is_restored_and_a_damaged_one_is_refused(t
     with pytest.raises(DataError, match=r"table 'g': .*scale.json"):
         hash_net_table("g").restore(str(tmp_path / "t"))
     (tmp_path / "t.manifest").unlink()  # as if another program had written the rest
-    for content in ("", "{}", "[]", '{"format": "shoal.scales", "version": 1, "scales": {"h": [1]}}', "\udcff"):
+    scales = '{"format": "shoal.scales", "version": 1, "scales": {"h": [%s]}}'
+    for content in ("", "{}", "[]", scales % "1", scales % "1, NaN", scales % f"1, 1{'0' * 400}", "\udcff"):
         sidecar.write_bytes(content.encode("utf-8", "surrogateescape"))
         with pytest.raises(DataError, match=r"table 'g': .*scale"):
             hash_net_table("g").restore(str(tmp_path / "t"))

@@ -1,5 +1,6 @@
 """Incremental checkpoints: base and deltas restore exactly the full state; partial ones are never used."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -211,6 +212,7 @@ def test_one_damaged_file_of_a_chain_leaves_every_table(tmp_path):
         lambda m: m.update(files={"../../etc/passwd": 1}),
         lambda m: m.update(files={"t-00000-of-00001": "1"}),
         lambda m: m.update(content=[]),
+        lambda m: m.update(step="1"),
         lambda m: m["content"].update(tables={}),
         lambda m: m["content"]["tables"][0].update(file="../t"),
         lambda m: m["content"]["tables"][0].update(shards=-1),
@@ -218,9 +220,12 @@ def test_one_damaged_file_of_a_chain_leaves_every_table(tmp_path):
         lambda m: m["content"]["tables"][0].update(rows=3),
         lambda m: m["content"]["tables"][0].update(max_update_time=1 << 40),
         lambda m: m["content"]["tables"][0].update(scales="no"),
+        lambda m: m["content"]["tables"][0].update(scales=[10**400]),
         lambda m: m["content"]["tables"][0].update(expiry=None),
         lambda m: m["content"]["tables"][0].update(expiry={"default_days": -1, "slots": []}),
+        lambda m: m["content"]["tables"][0].update(expiry={"default_days": float("inf"), "slots": []}),
         lambda m: m["content"]["tables"][0].update(expiry={"default_days": 1, "slots": [[99999, 1]]}),
+        lambda m: m["content"]["tables"][0].update(expiry={"default_days": 1, "slots": [[1, -1]]}),
         lambda m: m.update(kind="other"),
         lambda m: m.update(kind="delta"),
         lambda m: (m.update(kind="delta"), m["content"].update(parent={"name": "ckpt-00000001", "id": m["id"]})),
@@ -228,14 +233,36 @@ def test_one_damaged_file_of_a_chain_leaves_every_table(tmp_path):
 )
 def test_a_manifest_that_says_nonsense_is_refused(change, tmp_path):
     save_incremental(write(make(), range(5), 1), tmp_path)
-    path = tmp_path / "ckpt-00000001" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    change(manifest)
-    path.write_text(json.dumps(manifest))
+    change_manifest(tmp_path / "ckpt-00000001", change)
     table = write(make(), [1], 1)
     with pytest.raises(DataError):
         restore_incremental(table, tmp_path, "ckpt-00000001")
     assert table.size() == 1
+
+
+def change_manifest(folder, change):
+    """Changes a manifest, and its digest with it, as a faulty writer would."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    before = manifest["digest"]
+    change(manifest)
+    if manifest.get("digest") == before:
+        del manifest["digest"]
+        canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+        manifest["digest"] = "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("tables", [None, 5, [5], [{"name": "t", "rows": "5"}]])
+def test_a_manifest_without_readable_tables_counts_as_damaged(tables, tmp_path, caplog):
+    table = write(make(), range(5), 1)
+    good = save_incremental(table, tmp_path)
+    bad = save_incremental(write(table, [1], 2), tmp_path)
+    change_manifest(tmp_path / bad.name, lambda m: m["content"].update(tables=tables))
+    assert [found.name for found in list_checkpoints(tmp_path)] == [good.name]
+    assert f"{bad.name} is damaged" in caplog.text
+    assert restore_incremental(make(), tmp_path).name == good.name
+    assert save_incremental(write(table, [1], 3), tmp_path).parent == good.name
 
 
 def test_what_is_half_written_is_never_picked_up(tmp_path):

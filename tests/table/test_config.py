@@ -157,7 +157,7 @@ def test_a_segment_takes_objects_and_messages():
     assert not CombineAsSegment(3, ZerosInitializer(), SgdOptimizer(), None).HasField("comp_config")
     with pytest.raises(ValueError, match="compressor must be"):
         CombineAsSegment(3, ZerosInitializer(), SgdOptimizer(), table.SgdOptimizerConfig())
-    with pytest.raises(ValueError, match="optimizer must be"):
+    with pytest.raises(ValueError, match=r"optimizer must be an object of shoal\.table or of type OptimizerConfig"):
         CombineAsSegment(3, ZerosInitializer(), ZerosInitializer(), None)
 
 

@@ -369,8 +369,9 @@ def test_raw_interface_round_trip():
     assert t.get_embeddings(t.get_ragged_id({}), torch.empty(0))["b"].shape == (0, 2)
     with pytest.raises(KeyError, match="zzz"):
         t.get_flat_value({"zzz": torch.ones(1)})
-    with pytest.raises(ValueError, match="rows of ids"):
-        t.raw_lookup(Ragged.from_lists([[1], [2], [3]]))
+    for rows in ([[1], [2], [3]], []):
+        with pytest.raises(ValueError, match=f"a positive multiple of 2 rows of ids, got {len(rows)}"):
+            t.raw_lookup(Ragged.from_lists(rows))
     with pytest.raises(ValueError, match="elements"):
         t.raw_assign(asked, torch.ones(3))
 

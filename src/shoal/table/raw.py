@@ -63,7 +63,7 @@ class RawTables(FusedCalls):
         requests, rest = divmod(ids.nrows(), len(self._tables)) if self._tables else (0, ids.nrows())
         if rest or (self._tables and requests == 0):
             raise ConfigError(
-                f"table {self.name!r}: raw_lookup needs a multiple of {len(self._tables)} rows of ids, "
+                f"table {self.name!r}: raw_lookup needs a positive multiple of {len(self._tables)} rows of ids, "
                 f"got {ids.nrows()}"
             )
         sizes = ids.row_lengths().contiguous()

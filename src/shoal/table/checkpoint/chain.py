@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 _PREFIX, _DIGITS = "ckpt-", 8
 _NAME = re.compile(r"ckpt-(\d{8,})")
+_NUMBERS = {"shards": 1 << 20, "rows": 1 << 62, "removed": 1 << 48, "max_update_time": 1 << 32}  # upper limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +126,7 @@ class Link:
         manifest = Manifest.of(found.saved)
         if manifest.kind not in ("full", "delta"):
             raise DataError(f"{found.saved.manifest}: kind must be 'full' or 'delta', got {manifest.kind!r:.40}")
+        _check_numbers(manifest.content.get("tables"), found.saved.manifest)
         return cls(manifest, found.saved)
 
 
@@ -201,20 +203,27 @@ def _parent_name(manifest: Manifest) -> str | None:
     return name if isinstance(name, str) and _NAME.fullmatch(name) else None
 
 
+def _check_numbers(tables: Any, where: str) -> None:
+    """Raises `DataError` unless every entry of a manifest's tables has its numbers, within their limits."""
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise DataError(f"{where}: tables must be a list of objects, got {tables!r:.80}")
+    for table in tables:
+        for key, limit in _NUMBERS.items():
+            value = table.get(key)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
+                name = table.get("name")
+                raise DataError(f"{where}: {key} of table {name!r:.80} must be 0..{limit - 1}, got {value!r:.80}")
+
+
 def table_in(manifest: Manifest, name: str, where: str) -> dict[str, Any]:
-    """A manifest's entry for one table, with its types checked."""
-    tables = manifest.content.get("tables")
-    found = [t for t in tables if isinstance(t, dict) and t.get("name") == name] if isinstance(tables, list) else []
+    """The entry for one table in the manifest of a `Link`, with its types checked."""
+    found = [table for table in manifest.content["tables"] if table.get("name") == name]
     if len(found) != 1:
         raise CheckpointNotFoundError(f"unable to find table checkpoint: {where} has no table {name!r}")
     described = found[0]
     base = described.get("file")
     if not isinstance(base, str) or os.path.basename(base) != base:
         raise DataError(f"{where}: file must be a plain name, got {base!r:.80}")
-    for key, limit in {"shards": 1 << 20, "rows": 1 << 62, "removed": 1 << 48, "max_update_time": 1 << 32}.items():
-        value = described.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
-            raise DataError(f"{where}: {key} of table {name!r} must be a number, got {value!r:.80}")
     described["scales"] = check_scales({name: described.get("scales")}, where)[name]
     return described
 
@@ -222,7 +231,7 @@ def table_in(manifest: Manifest, name: str, where: str) -> dict[str, Any]:
 def describe(link: Link) -> Checkpoint:
     """The public description of a checkpoint."""
     manifest = link.manifest
-    tables = [t for t in manifest.content.get("tables", []) if isinstance(t, dict)]
+    tables = manifest.content["tables"]
     return Checkpoint(
         path=link.folder,
         name=link.name,
@@ -230,8 +239,8 @@ def describe(link: Link) -> Checkpoint:
         parent=_parent_name(manifest),
         step=manifest.step,
         created=manifest.created,
-        rows=sum(t.get("rows", 0) for t in tables),
-        removed=sum(t.get("removed", 0) for t in tables),
+        rows=sum(table["rows"] for table in tables),
+        removed=sum(table["removed"] for table in tables),
         bytes=sum(digest.bytes for digest in link.saved.files.values()),
         id=manifest.id,
     )

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from operator import index
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,6 +40,7 @@ from shoal.table.table import HashTable
 
 _IDS_PER_RECORD = 65536
 _REMEMBERED = 8  # the most checkpoints that a table can write a delta against
+_MAX_EXPIRY_S = ((1 << 32) - 1) * DAY_S
 
 Tables: TypeAlias = HashTable | MultiHashTable | MultiTypeHashTable | Iterable[HashTable]
 
@@ -307,10 +309,23 @@ def expiry_to_json(config: SlotExpireTimeConfig) -> dict[str, Any]:
 
 
 def expiry_seconds(expiry: Any) -> tuple[int, dict[int, int]]:
-    """The default expiry in seconds, and that of each slot with its own, from the result of `expiry_to_json`."""
+    """The default expiry in seconds, and that of each slot with its own, from the result of `expiry_to_json`.
+
+    Raises:
+        TypeError, KeyError, ValueError: it is not such a result.
+    """
     if "default_s" in expiry:
-        return int(expiry["default_s"]), {int(slot): int(s) for slot, s in expiry["slots_s"]}
-    return int(expiry["default_days"]) * DAY_S, {int(slot): int(days) * DAY_S for slot, days in expiry["slots"]}
+        default, slots, unit = expiry["default_s"], expiry["slots_s"], 1
+    else:
+        default, slots, unit = expiry["default_days"], expiry["slots"], DAY_S
+    return _seconds(default, unit), {index(slot): _seconds(number, unit) for slot, number in slots}
+
+
+def _seconds(number: Any, unit: int) -> int:
+    seconds = index(number) * unit
+    if not 0 <= seconds <= _MAX_EXPIRY_S:
+        raise ValueError(f"an expiry must be 0..{_MAX_EXPIRY_S} seconds, got {seconds}")
+    return seconds
 
 
 def _expiry_from_json(expiry: Any) -> _core.Expiry:

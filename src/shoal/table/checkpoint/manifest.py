@@ -45,7 +45,7 @@ class Manifest:
         types = {"kind": str, "id": str, "step": int, "created": str, "content": dict}
         for name, kind in types.items():
             if not isinstance(fields.get(name), kind):
-                raise DataError(f"{where}: {name} must be a {kind.__name__}, got {fields.get(name)!r:.80}")
+                raise DataError(f"{where}: {name} must be of type {kind.__name__}, got {fields.get(name)!r:.80}")
         return cls(**{name: fields[name] for name in types})
 
     @classmethod

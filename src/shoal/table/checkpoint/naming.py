@@ -110,7 +110,10 @@ def shard_files(basename: StrPath) -> dict[tuple[int, int], str]:
 
 def _others(base: str, saved: Saved) -> dict[tuple[int, int], str]:
     """Shards next to those of a save that belong neither to it nor to the save that it replaced."""
-    own = {*saved.files, *saved.fields.get("replaces", ())}
+    replaced = saved.fields.get("replaces", [])
+    if not isinstance(replaced, list) or not all(isinstance(name, str) for name in replaced):
+        raise DataError(f"{saved.manifest}: replaces must be a list of file names, got {replaced!r:.80}")
+    own = {*saved.files, *replaced}
     return {
         key: path for key, path in shard_files(base).items() if os.path.relpath(path, saved.folder or ".") not in own
     }

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
+
+import torch
 
 from shoal.durable import FileDigest, Saved, StrPath, digest_file, find_saved, write_whole
 from shoal.errors import DataError
 from shoal.table.config.messages import EmbeddingHashTableConfig, EntryConfig
 
 Scales = dict[str, list[float]]
+
+_MAX = torch.finfo(torch.float32).max
 
 
 def has_scales(config: EmbeddingHashTableConfig) -> bool:
@@ -66,7 +69,7 @@ def check_scales(scales: object, where: str) -> Scales:
     """Checks scales read from a file: table name -> finite numbers."""
     good = isinstance(scales, dict) and all(
         isinstance(of_table, list)
-        and all(isinstance(s, float | int) and not isinstance(s, bool) and math.isfinite(s) for s in of_table)
+        and all(isinstance(s, float | int) and not isinstance(s, bool) and abs(s) <= _MAX for s in of_table)
         for of_table in scales.values()
     )
     if not good:

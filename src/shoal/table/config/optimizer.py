@@ -157,7 +157,8 @@ def as_config(given: Any, kind: type[Config], what: str) -> Config:
     if not isinstance(config, kind):
         hint = "; torch.optim is for dense parameters, use for example shoal.Adam(lr=0.01) for rows"
         hint = hint if "torch.optim" in f"{getattr(given, '__module__', '')}" else ""
-        raise ConfigError(f"{what} must be an object of shoal.table or a {kind.DESCRIPTOR.name}, got {given!r}{hint}")
+        name = kind.DESCRIPTOR.name
+        raise ConfigError(f"{what} must be an object of shoal.table or of type {name}, got {given!r}{hint}")
     return config
 
 

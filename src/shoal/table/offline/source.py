@@ -230,8 +230,7 @@ def _saves(shards: Sequence[Shard]) -> tuple[Saved, ...]:
 
 def _chain(chain: list[Link]) -> Source:
     head = chain[-1].manifest
-    found = head.content.get("tables")
-    tables = [str(t.get("name")) for t in found if isinstance(t, dict)] if isinstance(found, list) else []
+    tables = [str(described.get("name")) for described in head.content["tables"]]
     layers, stale, scales, budgets = [], {}, {}, {}
     for link in chain:
         shards, removed, rows = [], {}, {}
