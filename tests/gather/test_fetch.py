@@ -88,12 +88,19 @@ def test_naive_datetimes_are_utc():
         {"gather_uids": ["1"]}, {"gather_uids": [np.True_]}, {"gather_uids": [np.array([1, 2])]},
         {"window": torch.ones(2, dtype=torch.int64)}, {"reserve_uids": [1.5]},
         {"version": "a/b"}, {"version": ""}, {"version": "x" * 33},
-        {"version": "a_b"}, {"key": ".."}, {"timeout_s": 0}, {"time_min": "now"},
+        {"version": "a_b"}, {"key": ".."}, {"timeout_s": 0}, {"time_min": "now"}, {"gather_uids": 5},
+        {"reserve_uids": None},
     ],
 )  # fmt: skip
 def test_bad_plans_are_config_errors(kwargs):
     with pytest.raises(ConfigError):
         GatherPlan(**({"window": 1, "gather_uids": [1]} | kwargs))
+
+
+@pytest.mark.parametrize("plan", [None, {"window": 1}], ids=["None", "a dict"])
+def test_what_is_not_a_plan_is_refused(plan):
+    with pytest.raises(ConfigError, match=f"plan must be a GatherPlan on rank 0, got {type(plan).__name__}"):
+        gather(plan, SPEC, small_store())
 
 
 def test_reserves_are_taken_in_order_and_sorted():
@@ -436,7 +443,8 @@ def test_a_restart_uses_validated_spill_files_again(tmp_path):
     "kwargs",
     [{"spill": "tape"}, {"max_concurrent_fetches": 0}, {"retry_interval_s": -1}, {"validate_workers": 0},
      {"not_found_limit": 0}, {"control_timeout_s": 0}, {"validate_workers": 1.5}, {"min_peers": True},
-     {"max_abs_value": float("nan")}, {"max_inflight_bytes": "1"}],
+     {"max_abs_value": float("nan")}, {"max_inflight_bytes": "1"}, {"min_peers": None}, {"fetch_ranks": 1},
+     {"fetch_ranks": [-1]}, {"fetch_ranks": [0.5]}],
 )  # fmt: skip
 def test_bad_settings_are_config_errors(kwargs):
     with pytest.raises(ConfigError):

@@ -125,6 +125,8 @@ def test_unpacking_needs_the_right_number_of_bytes():
         unpack12(torch.zeros(4, dtype=torch.uint8), (2,))
     with pytest.raises(ValueError, match="uint8"):
         unpack12(torch.zeros(3), (2,))
+    with pytest.raises(ValueError, match="unpack12"):
+        unpack12(torch.zeros(3, dtype=torch.uint8), (-1, -2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)

@@ -41,9 +41,15 @@ class Scenario:
 
     def __post_init__(self) -> None:
         if self.peers < 1 or self.rows < 1 or self.columns < 1:
-            raise ConfigError("simulate: peers, rows and columns must be at least 1")
+            raise ConfigError(
+                "simulate: peers, rows and columns must be at least 1, got "
+                f"{self.peers}, {self.rows} and {self.columns}"
+            )
         if not 0 <= self.faults <= 1 or self.copycats < 0 or self.latency_s < 0:
-            raise ConfigError("simulate: faults must be in 0..1, copycats and latency_s must be >= 0")
+            raise ConfigError(
+                "simulate: faults must be in 0..1, copycats and latency_s must be >= 0, got "
+                f"{self.faults:g}, {self.copycats} and {self.latency_s:g}"
+            )
 
 
 @dataclass

@@ -61,7 +61,7 @@ def unpack12(packed: Tensor, shape: Any) -> Tensor:
         raise ValueError(f"unpack12: packed must be a uint8 tensor, got {getattr(packed, 'dtype', type(packed))}")
     shape = (int(shape),) if isinstance(shape, int) else tuple(int(n) for n in shape)
     n = math.prod(shape)
-    if n % 2 or packed.numel() != n // 2 * 3:
+    if n % 2 or packed.numel() != n // 2 * 3 or min(shape, default=0) < 0:
         raise ValueError(f"unpack12: packed must hold the {n} indices of shape {shape}, got {packed.numel()} bytes")
     if not packed.is_cpu:
         return unpack12_device(packed).reshape(shape)

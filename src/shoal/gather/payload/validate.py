@@ -105,7 +105,8 @@ def digest_parts(name: str, idxs: Tensor, vals: Tensor, quant: QuantParams | Non
 def _global_step(payload: Mapping[str, Any]) -> int:
     step = payload.get("global_step", 0)
     if type(step) is not int or not 0 <= step <= MAX_GLOBAL_STEP:
-        raise PayloadRejected("bad_global_step", f"global_step must be an int >= 0, got a {type(step).__name__}")
+        found = f"a {type(step).__name__}" if type(step) is not int else "one outside"
+        raise PayloadRejected("bad_global_step", f"global_step must be an int in 0..2**63 - 1, got {found}")
     return step
 
 

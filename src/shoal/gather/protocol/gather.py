@@ -138,7 +138,7 @@ class _Gather:
         if not text:
             if control.rank == 0:
                 raise ConfigError(f"gather: plan must be a GatherPlan on rank 0, got {type(self.given).__name__}")
-            raise PlanMismatch("rank 0 must have a plan, got None")
+            raise PlanMismatch("rank 0 must have a GatherPlan, and has none")
         shared = json.loads(text)
         plan = GatherPlan.from_json(shared["plan"])
         if not control.minimum(int(shared["spec"] == self.spec.hash)):

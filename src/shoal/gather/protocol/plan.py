@@ -33,6 +33,13 @@ def check_uid(uid: Any) -> int:
     return number
 
 
+def _listed(what: str, values: Any) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise ConfigError(f"{what} must be a list of ints, got {values!r}") from None
+
+
 def check_window(window: Any) -> int:
     """Return a window's number as a plain int, or raise ConfigError."""
     number = _integer(window)
@@ -101,8 +108,8 @@ class GatherPlan:
     ) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         put("window", check_window(window))
-        put("gather_uids", [check_uid(uid) for uid in gather_uids])
-        put("reserve_uids", [check_uid(uid) for uid in reserve_uids])
+        put("gather_uids", [check_uid(uid) for uid in _listed("GatherPlan: gather_uids", gather_uids)])
+        put("reserve_uids", [check_uid(uid) for uid in _listed("GatherPlan: reserve_uids", reserve_uids)])
         put("intended", sorted(set(self.gather_uids)))
         put("reserves", list(dict.fromkeys(self.reserve_uids)))
         put("time_min_us", _microseconds("time_min", time_min))
@@ -170,6 +177,7 @@ def chunk_ranges(total: int, W: int) -> list[tuple[int, int]]:
     return ranges
 
 
+_NONE = ("max_payload_bytes", "not_found_limit", "control_timeout_s")  # the limits that can be None
 _REAL = ("retry_interval_s", "late_grace_s", "max_abs_value", "control_timeout_s")  # the other limits are counts
 
 
@@ -204,7 +212,10 @@ class GatherConfig:
 
     def __post_init__(self) -> None:
         if self.fetch_ranks is not None:
-            object.__setattr__(self, "fetch_ranks", tuple(int(r) for r in self.fetch_ranks))
+            ranks = tuple(_integer(rank) for rank in _listed("GatherConfig: fetch_ranks", self.fetch_ranks))
+            if any(rank is None or rank < 0 for rank in ranks):
+                raise ConfigError(f"GatherConfig: fetch_ranks must be ints >= 0, got {self.fetch_ranks!r}")
+            object.__setattr__(self, "fetch_ranks", ranks)
         if self.spill not in ("disk", "memory", "auto"):
             raise ConfigError(f"GatherConfig: spill must be 'disk', 'memory' or 'auto', got {self.spill!r}")
         least: dict[str, float] = {
@@ -215,7 +226,7 @@ class GatherConfig:
         for name, low in least.items():
             value = getattr(self, name)
             number = isinstance(value, int | float if name in _REAL else int) and not isinstance(value, bool)
-            if value is not None and not (number and value >= low):
+            if not (number and value >= low) and not (value is None and name in _NONE):
                 what = "a number" if name in _REAL else "an int"
                 raise ConfigError(f"GatherConfig: {name} must be {what}, at least {low:g}, got {value!r}")
 
@@ -227,4 +238,4 @@ class GatherConfig:
     def control_timeout(self, plan: GatherPlan | None) -> float:
         if self.control_timeout_s is not None:
             return self.control_timeout_s
-        return 2 * (plan.timeout_s if plan is not None else 90.0) + 60
+        return 2 * (plan.timeout_s if isinstance(plan, GatherPlan) else 90.0) + 60
