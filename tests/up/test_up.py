@@ -190,3 +190,18 @@ def test_a_supervisor_that_is_killed_leaves_nothing_behind_and_can_be_started_ag
         assert up.process.wait(DEADLINE_S) == 2
     finally:
         up.close()
+
+
+@pytest.mark.timeout(600)
+def test_detach_returns_when_everything_is_ready_and_leaves_it_running(folder, capsys):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "shoal", "up", "ctr.toml", "--detach", "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=DEADLINE_S)
+        assert done.returncode == 0, done.stderr
+        pid = json.loads(done.stdout)["pid"]
+        assert main(["up", "status", "ctr.toml", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["pid"] == pid
+    finally:
+        assert main(["up", "stop", "ctr.toml"]) == 0
+    wait_until(lambda: gone(pid))

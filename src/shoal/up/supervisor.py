@@ -194,10 +194,11 @@ class Supervisor:
     def _write(self) -> None:
         """Write the state for other commands if it has changed."""
         blocked = decide.blocked(self.processes, self.states)
-        now = {
+        rows = {
             name: (state.phase, state.reason or blocked.get(name, ""), state.restarts, self._pid(name))
             for name, state in self.states.items()
         }
+        now = self.ready_at, rows
         if now == self._written:
             return
         self._written = now
