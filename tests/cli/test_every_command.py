@@ -132,6 +132,44 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch):
         cli.main(["table"])
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["serve", "--port", "x"], "--port: must be a whole number, got 'x'"),
+        (["demo", "--seconds", "x"], "--seconds: must be a number, got 'x'"),
+        (["launch", "--nnodes", "x", "-m", "shoal"], "argument --nnodes: must be N or MIN:MAX, got 'x'"),
+        (["monitor", "--write", "FILE"], "--write must be a folder, got the file FILE"),
+        (["sync", "--source", "x", "--model", "m", "--target", "127.0.0.1:1"], "an address must be host:port"),
+        (["gather", "simulate", "--peers", "0"], "must be at least 1, got 0, 1024 and 1024"),
+        (["gather", "simulate", "--faults", "2"], "faults must be in 0..1, copycats and latency_s must be >= 0, got 2"),
+        (
+            ["gather", "run", "--store", ".", "--window", "1", "--peers", "1", "--model", "FILE"],
+            "--model FILE: the text is not the JSON of a gradient spec",
+        ),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_a_wrong_value_is_named(capsys, tmp_path, monkeypatch, argv, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text("text")
+    code, _, err = run(capsys, *argv)
+    assert code == 2
+    assert says in err
+
+
+def test_sync_names_the_source_that_does_not_answer(capsys):
+    from shoal.serving import ModelServer
+
+    server = ModelServer().start()
+    try:
+        address = f"127.0.0.1:{server.port}"
+        code, _, err = run(capsys, "sync", "--source", address, "--model", "m", "--target", "127.0.0.1:1", "--once")
+    finally:
+        server.stop(0)
+    assert code == 1
+    assert f"--source {address}: cannot follow a SyncSource there (there is no model 'trainer'" in err
+
+
 def test_the_command_itself(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0

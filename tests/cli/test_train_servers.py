@@ -1,10 +1,14 @@
 """`shoal train` with parameter servers: they hold the rows, and restore them with the trainer's checkpoint."""
 
+import signal
+import subprocess
+
 import pytest
 
 from shoal.cli.main import main
 from shoal.data import CRITEO, Stream, make_format
-from tests.cli.train_helpers import SMALL, command, kill_after, newest, of, run, unstamped
+from shoal.testing.commands import Command
+from tests.cli.train_helpers import DEADLINE_S, SMALL, command, kill_after, newest, of, run, unstamped
 
 pytest.importorskip("zmq")
 
@@ -85,3 +89,12 @@ def test_servers_without_the_rows_of_a_checkpoint_are_refused_unless_asked(capsy
         assert "keeps no checkpoint" in (said := capsys.readouterr().err)
         assert "--dir that they had" in said
         assert main([*argv, "--max-steps", "4", "--set", "train.ps_restore=false"]) == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"])
+def test_a_run_that_waits_for_its_servers_ends_at_once_when_stopped(data, number, code):
+    shell = command(data, "--ps", "127.0.0.1:1", "--metrics", "off", "--set", "train.ps_deadline_s=600")
+    with Command(*shell[3:], stderr=subprocess.PIPE) as process:
+        assert "waiting up to" in process.stderr.readline()
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) == code

@@ -166,6 +166,8 @@ def _read_spec(path: Path) -> Any:
         return GradientSpec.from_json(path.read_text())
     except OSError as error:
         raise ConfigError(f"--model {path}: {error.strerror}") from None
+    except ValueError as error:  # bytes that are not text, or text that is not a spec
+        raise ConfigError(f"--model {path}: {error}") from None
 
 
 def _model(spec: Any, weights: Path | None) -> Any:

@@ -71,7 +71,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _hosts(text: str) -> tuple[int, int]:
     least, _, most = text.partition(":")
-    return int(least), int(most or least)
+    try:
+        return int(least), int(most or least)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be N or MIN:MAX, got {text!r}") from None
 
 
 def main(argv: list[str]) -> int:

@@ -12,9 +12,9 @@ from shoal.cli.shared.arguments import parse
 from shoal.cli.shared.metrics_port import Counted, serve_metrics
 from shoal.cli.shared.security_options import CallSecurity
 from shoal.cli.shared.stopping import stop_event
-from shoal.errors import UsageError
+from shoal.errors import PeerError, UsageError
 from shoal.observe.recent import RecentErrors
-from shoal.observe.security import ServerSecurity
+from shoal.observe.security import ServerSecurity, split_address
 
 DESCRIPTION = """Push freshly trained rows from a trainer or parameter server to all serving replicas.
 
@@ -98,6 +98,7 @@ def _backend(options: Options) -> Any:
 
 def sync(options: Options) -> int:
     """Run rounds until SIGTERM or SIGINT, or a single one with ``once``."""
+    from shoal.serving.status import StatusError
     from shoal.serving.sync.monolith.handle import SyncClientHandle
     from shoal.serving.sync.monolith.manager import SyncClientManager
     from shoal.serving.sync.monolith.online import SyncLoop
@@ -109,13 +110,20 @@ def sync(options: Options) -> int:
     )
     if bool(options.target) == (options.registry is not None):
         raise UsageError("exactly one of --registry and --target must be given")
+    split_address(options.source)
     security = options.security.build()
     handle = SyncClientHandle(f"shoal-sync-{options.ps_index}")
     handle.manager = SyncClientManager(lambda target: PushClient(target, security, not options.full_precision))
     handle.catch_up(options.catch_up)
     with contextlib.ExitStack() as open_things:
         open_things.callback(handle.manager.close)
-        follower = follow_source(options.source, handle, options.source_name, security)
+        try:
+            follower = follow_source(options.source, handle, options.source_name, security)
+        except StatusError as error:
+            raise PeerError(
+                f"--source {options.source}: cannot follow a SyncSource there ({error}); check the address and that "
+                "the trainer is running"
+            ) from error
         open_things.callback(follower.close)  # reports to the trainer what was delivered
         backend = _backend(options)
         open_things.callback(backend.stop)

@@ -61,7 +61,7 @@ class Options:
     tls_ca: Path | None = None
     """CA (PEM) to verify https endpoints with."""
     json: bool = False
-    """Print one line of JSON per reading."""
+    """Print one line of JSON per reading; with --once, indented."""
 
 
 def main(argv: list[str]) -> int:

@@ -6,8 +6,6 @@ import os
 import signal
 import sys
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +35,8 @@ Starting from the rows and weights of an earlier run, as far as they fit:
   shoal train new.toml --init-from old/run
 
 Exit codes: 0 success (for a stream, also after SIGTERM), 1 failed (with --strict, also on a bad row), 2 wrong usage or
-configuration, 3 stopped by [serve.guard], 130 interrupted, 143 stopped by SIGTERM (with --out, a checkpoint was
-written)."""
+configuration, 3 stopped by [serve.guard], 130 interrupted, 143 stopped by SIGTERM (with --out, a checkpoint was written
+if training had begun)."""
 
 
 GUARD_EXIT = 3
@@ -171,40 +169,53 @@ def _train(flags: Flags, config: Any) -> int:
         config = replace(config, out=replace(config.out, metrics="127.0.0.1:0"))
     ranks = start_ranks()
     with (
-        _signals() as stop,
+        _Signals(live=bool(config.data.live)) as signals,
         make_reporter(config, ranks.rank, as_json=flags.json) as reporter,
         trainer(
             config,
             ranks=ranks,
             reporter=reporter,
-            stop=lambda: bool(stop),
+            stop=lambda: bool(signals.received),
             fresh=flags.fresh,
             init_from=flags.init_from,
         ) as one,
     ):
+        signals.running = True
         result = one.run()
     if result["why"] == "guard":
         return GUARD_EXIT
-    if result["why"] != "interrupted" or (config.data.live and signal.SIGTERM in stop):
-        return 0  # SIGTERM is the normal end of a run on a stream
-    return 128 + (stop[0] if stop else signal.SIGINT)  # another rank may have received the signal
+    return signals.exit_code() if result["why"] == "interrupted" else 0
 
 
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect signals: the first Ctrl-C or SIGTERM ends the loop after its step, a second Ctrl-C at once."""
-    got: list[int] = []
+class _Signals:
+    """Ctrl-C and SIGTERM: the first ends the loop after its step, a second Ctrl-C ends it at once.
 
-    def ask(number: int, _: Any) -> None:
-        if number == signal.SIGINT and number in got:  # a launcher may send SIGTERM after the terminal's SIGINT
+    Before ``running`` is set, the first ends the process at once: the trainer may be waiting for its servers.
+    """
+
+    def __init__(self, *, live: bool) -> None:
+        self.live, self.running = live, False
+        self.received: list[int] = []
+
+    def exit_code(self) -> int:
+        if self.live and signal.SIGTERM in self.received:
+            return 0  # the normal end of a run on a stream
+        return 128 + (self.received[0] if self.received else signal.SIGINT)  # another rank may have received the signal
+
+    def _receive(self, number: int, _: Any) -> None:
+        repeated = number in self.received  # a launcher may send SIGTERM after the terminal's SIGINT
+        self.received.append(number)
+        if number == signal.SIGINT and (repeated or not self.running):
             raise KeyboardInterrupt
-        got.append(number)
+        if number == signal.SIGTERM and not self.running:
+            raise SystemExit(self.exit_code())
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield got
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> _Signals:
+        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
 
 

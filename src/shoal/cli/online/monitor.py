@@ -46,6 +46,8 @@ def monitor(options: Options) -> int:
 
     if options.write is None:
         raise UsageError("--write FOLDER must be given; see shoal monitor --help")
+    if options.write.exists() and not options.write.is_dir():
+        raise ConfigError(f"--write must be a folder, got the file {options.write}")
     for address in options.target:
         split_address(address)
     discovered = [] if options.up is None else [f"{_page_of(options.up)}targets.json"]

@@ -61,7 +61,8 @@ def main(argv: list[str]) -> int:
     if options.json:
         print_json(asdict(done))
         return 0
-    aside = f"; {len(done.moved)} later checkpoints are in {done.aside}" if done.aside else ""
+    plural = "" if len(done.moved) == 1 else "s"
+    aside = f"; moved {len(done.moved)} later checkpoint{plural} to {done.aside}" if done.aside else ""
     print(f"rolled back to step {done.step:,}: {done.reason}{aside}")
     return 0
 

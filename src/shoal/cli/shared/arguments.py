@@ -65,7 +65,7 @@ def _annotate(options: type, positional: tuple[str, ...] = (), repeated: tuple[s
             help_behavior_hint="" if hide_default and name not in repeated else None,
             metavar=None if name not in positional else placeholder if required else f"[{placeholder}]",
         )
-        kind: Any = Annotated[_optional(hint, field.default) or hint, shown]
+        kind: Any = Annotated[_kind(hint, field.default) or hint, shown]
         if name in positional:
             kind = tyro.conf.Positional[kind]
         elif name in repeated:
@@ -103,19 +103,18 @@ def _help_texts(options: type) -> dict[str, str]:
     return {one.arg_name: " ".join((one.description or "").split()) for one in found}
 
 
-def _optional(hint: Any, default: Any) -> Any:
-    """Return the annotated type of an optional setting, without None in its help; None for other types."""
+def _kind(hint: Any, default: Any) -> Any:
+    """Return the annotated type of a number or of an optional setting, without None in its help; else None."""
     import tyro
 
+    if hint in (int, float):
+        return Annotated[hint, _word(hint)]
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
     if default is not None or typing.get_origin(hint) not in (types.UnionType, typing.Union) or len(kinds) != 1:
         return None
     kind: Any = kinds[0]
     if kind in _WORDS:
-        spec = tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1, metavar=kind.__name__.upper(), instance_from_str=lambda texts: _one(kind, texts[0]),
-            is_instance=lambda value: value is None or isinstance(value, kind), str_from_instance=lambda v: [str(v)],
-        )  # fmt: skip
+        spec = _word(kind)
     elif kind == tuple[str, ...]:
         spec = tyro.constructors.PrimitiveConstructorSpec(
             nargs="*", metavar="[STR [STR ...]]", instance_from_str=lambda texts: tuple(texts),
@@ -130,6 +129,16 @@ def _optional(hint: Any, default: Any) -> Any:
     else:
         return None
     return Annotated[hint, spec]
+
+
+def _word(kind: Any) -> Any:
+    """Return how tyro reads one word of a flag."""
+    import tyro
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1, metavar=kind.__name__.upper(), instance_from_str=lambda texts: _one(kind, texts[0]),
+        is_instance=lambda value: value is None or isinstance(value, kind), str_from_instance=lambda v: [str(v)],
+    )  # fmt: skip
 
 
 def _one(kind: Any, text: str) -> Any:
