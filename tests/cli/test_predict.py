@@ -1,7 +1,10 @@
 """`shoal predict` against a real server: rows as arguments, rows on stdin, rows that are refused."""
 
-import io
 import json
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from shoal.cli.main import main
 from shoal.serving import Feature, ModelExporter, ModelServer, ModelServerConfig, gen_model_config
 from shoal.table import reset_registry, test_hash_table
 from tests.serving.helpers import Net
+
+DEADLINE_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +41,17 @@ def score(user, price):
     return Net()(user=rows[user].sum(0, keepdim=True), price=torch.tensor([price]))["score"].item()
 
 
-def test_rows_are_answered_in_their_order(address, capsys, monkeypatch):
+def test_rows_are_answered_in_their_order(address, capsys, monkeypatch, tmp_path):
     row = {"user": 3, "price": [0.5, 1]}
     assert main(["predict", address, json.dumps(row), json.dumps(row | {"user": [1, 2]}), "--model", "m"]) == 0
     out = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert out[0]["score"] == pytest.approx(score([3], [0.5, 1.0]))
     assert out[1]["score"] == pytest.approx(score([1, 2], [0.5, 1.0]))
     lines = [json.dumps({"user": n % 10, "price": [n / 1000, 0.0]}) for n in range(1000)]
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n\n"))
-    assert main(["predict", address, "--model", "m", "--output", "score"]) == 0
+    (tmp_path / "rows").write_text("\n".join(lines) + "\n\n")
+    with (tmp_path / "rows").open() as rows:
+        monkeypatch.setattr("sys.stdin", rows)
+        assert main(["predict", address, "--model", "m", "--output", "score"]) == 0
     out = [json.loads(line)["score"] for line in capsys.readouterr().out.splitlines()]
     assert len(out) == 1000
     for n in (0, 7, 512, 999):
@@ -63,6 +70,26 @@ def test_a_row_that_is_refused_is_told_and_the_others_are_answered(address, caps
     out = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert out[0]["code"] == 3
     assert "score" in out[1]
+
+
+def test_lines_are_answered_while_stdin_stays_open_and_ctrl_c_ends_the_command(address):
+    command = [sys.executable, "-m", "shoal", "predict", address, "--model", "m"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        killer = threading.Timer(DEADLINE_S, process.kill)
+        killer.start()
+        for row in (b'{"user": "\xff"}', b"[" * 100_000, b'{"user": 3, "price": [0.5, 1]}'):
+            process.stdin.write(row + b"\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["score"] == pytest.approx(score([3], [0.5, 1.0]))
+        process.send_signal(signal.SIGINT)
+        told = process.stderr.read().decode()
+        assert process.wait() == 130
+        killer.cancel()
+    assert [line.partition(": a row must")[0] for line in told.splitlines()[:2]] == [
+        "shoal predict: line 1", "shoal predict: line 2",
+    ]  # fmt: skip
+    assert "Traceback" not in told
 
 
 def test_an_unknown_model_is_told(address, capsys):

@@ -2,11 +2,12 @@
 
 import asyncio
 import base64
+import contextlib
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 from shoal.cli.shared.arguments import parse
@@ -47,7 +48,7 @@ class Options:
     version: int | None = None
     """The version to query; by default the newest."""
     output: tuple[str, ...] = ()
-    """Outputs to print; by default all."""
+    """An output to print; by default all."""
     deadline: float = 10.0
     """Seconds allowed per row, including retries."""
     bzid: str = "shoal"
@@ -58,12 +59,12 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    options = parse(Options, argv, "predict", DESCRIPTION, positional=("servers", "rows"))
+    options = parse(Options, argv, "predict", DESCRIPTION, positional=("servers", "rows"), repeated=("output",))
     if options.servers is None:
         raise UsageError("SERVERS must be given: host:port of a server, or a registry")
     if not options.model:
         raise UsageError("--model NAME must be given: the name under which the model is served")
-    if not options.rows and sys.stdin.isatty():
+    if not options.rows and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError("""rows must be given: JSON objects such as '{"user": "u17"}', or one per line on stdin""")
     return asyncio.run(predict(options))
 
@@ -74,49 +75,67 @@ async def predict(options: Options) -> int:
 
     client = Client(
         options.servers, model=options.model, signature=options.signature, version=options.version,
-        deadline=timedelta(seconds=options.deadline), security=options.security.build(), bzid=options.bzid,
+        deadline=options.deadline, security=options.security.build(), bzid=options.bzid,
     )  # fmt: skip
-    waiting: asyncio.Queue[tuple[str, asyncio.Task] | None] = asyncio.Queue(AT_ONCE)
-    rows = _rows(options)
+    loop = asyncio.get_running_loop()
+    waiting: asyncio.Queue[tuple[str, asyncio.Task] | OSError | None] = asyncio.Queue()
+    room = threading.Semaphore(AT_ONCE)
+
+    def begin(where: str, text: str | bytes) -> None:
+        waiting.put_nowait((where, loop.create_task(_ask(client, text, options.output))))
+
+    def read() -> None:
+        end: OSError | None = None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: printing has failed, or Ctrl-C
+            try:
+                for where, text in _rows(options):
+                    room.acquire()
+                    loop.call_soon_threadsafe(begin, where, text)
+            except OSError as error:
+                end = error
+            loop.call_soon_threadsafe(waiting.put_nowait, end)
+
     async with client:
-        printing = asyncio.create_task(_print_all(waiting, options.json))
-        while (row := await asyncio.to_thread(next, rows, None)) is not None:
-            where, text = row
-            await waiting.put((where, asyncio.create_task(_ask(client, text, options.output))))
-        await waiting.put(None)
-        return 1 if await printing else 0
+        # A daemon, so that the command can end while this thread waits for a line.
+        threading.Thread(target=read, name="shoal-rows", daemon=True).start()
+        failed = 0
+        while (one := await waiting.get()) is not None:
+            if isinstance(one, OSError):
+                raise one
+            failed += not await _print(*one, options.json)
+            room.release()
+        return 1 if failed else 0
 
 
-async def _print_all(waiting: asyncio.Queue, as_json: bool) -> int:
-    """Print answers in order; return the number of failures."""
-    failed = 0
-    while (one := await waiting.get()) is not None:
-        where, task = one
-        try:
-            print(json.dumps(await task), flush=True)
-        except ShoalError as error:
-            failed += 1
-            if as_json:
-                print(json.dumps({"error": str(error), "code": getattr(error, "code", None)}), flush=True)
-            print(f"shoal predict: {where}: {error}", file=sys.stderr)
-    return failed
+async def _print(where: str, task: asyncio.Task, as_json: bool) -> bool:
+    """Print the answer to a row; return whether there is one."""
+    try:
+        print(json.dumps(await task), flush=True)
+        return True
+    except ShoalError as error:
+        if as_json:
+            print(json.dumps({"error": str(error), "code": getattr(error, "code", None)}), flush=True)
+        print(f"shoal predict: {where}: {error}", file=sys.stderr)
+        return False
 
 
-def _rows(options: Options) -> Iterator[tuple[str, str]]:
+def _rows(options: Options) -> Iterator[tuple[str, str | bytes]]:
     """Yield (position, JSON) of each row."""
     if options.rows:
         yield from ((f"row {number}", text) for number, text in enumerate(options.rows, 1))
         return
-    yield from ((f"line {number}", line) for number, line in enumerate(sys.stdin, 1) if line.strip())
+    # Not sys.stdin: Python cannot exit while another thread waits in its buffer.
+    with open(sys.stdin.fileno(), "rb", closefd=False) as lines:
+        yield from ((f"line {number}", line) for number, line in enumerate(lines, 1) if line.strip())
 
 
-async def _ask(client: Any, text: str, outputs: tuple[str, ...]) -> dict[str, Any]:
+async def _ask(client: Any, text: str | bytes, outputs: tuple[str, ...]) -> dict[str, Any]:
     try:
         row = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"a row must be a JSON object: {error}") from None
     if not isinstance(row, dict):
-        raise ConfigError(f"a row must be a JSON object, got {text.strip()[:40]!r}")
+        raise ConfigError(f"a row must be a JSON object, got {json.dumps(row)[:40]}")
     answer = await client.predict_async({name: [value] for name, value in row.items()}, outputs=outputs)
     return {name: _plain(value[0] if value.ndim else value) for name, value in answer.items()}
 
