@@ -17,6 +17,7 @@ from shoal import _core
 from shoal.cli.main import main
 from shoal.table import restore_incremental
 from shoal.testing.commands import Command
+from shoal.train.loop.guard.rollback import running
 from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
 from tests.cli.train_helpers import (
@@ -241,6 +242,28 @@ def test_fresh_moves_the_checkpoints_aside_as_the_refusal_says(capsys, data, tmp
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["ckpt-00000001"]
 
 
+def test_fresh_can_begin_with_the_rows_of_the_checkpoints_that_it_moves_aside(capsys, data, tmp_path):
+    run(capsys, data, "--out", tmp_path, "--max-steps", 2)
+    told = run(capsys, data, "--out", tmp_path, "--max-steps", 1, "--fresh", "--init-from", tmp_path)
+    notes = "\n".join(one["text"] for one in of("note", told))
+    assert f"begins with rows and weights of {tmp_path}/ckpt-00000002, step 2" in notes
+    assert of("start", told)[0]["tables"][0]["rows"] > 0
+    capsys.readouterr()
+    argv = ["train", "--train", str(data / "train.tsv"), *SMALL, "--out", str(tmp_path), "--fresh"]
+    assert main([*argv, "--init-from", str(data)]) == 2
+    assert newest(tmp_path).name == "ckpt-00000001"  # nothing is moved if the run cannot begin
+
+
+def test_two_runs_cannot_use_one_folder(capsys, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.train.loop.trainer._ENDING_S", 0.1)
+    argv = ["train", "--train", str(data / "train.tsv"), *SMALL, "--out", str(tmp_path), "--max-steps", "1"]
+    with running(str(tmp_path)):
+        assert main(argv) == 2
+    assert f"another run uses '{tmp_path}'; stop it first, or set another folder (--out)" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert main(argv) == 0
+
+
 class Linear(nn.Module):
     """A model of the user's own."""
 
@@ -352,7 +375,17 @@ def test_a_new_user_gets_data_and_a_configuration(capsys, tmp_path, monkeypatch)
     assert main(["train", str(tmp_path / "try" / "criteo.toml"), "--threads", "1"]) == 0
     assert "finished" in capsys.readouterr().out
     assert main(["train", "--init", str(tmp_path / "try")]) == 2
-    assert main(["train", "--generate", "criteo:100", str(tmp_path / "g.tsv.gz")]) == 0
+    assert main(["train", "--generate", "criteo:1_00", str(tmp_path / "g.tsv.gz")]) == 0
+    written = (tmp_path / "try" / "criteo.toml").read_text()
+    capsys.readouterr()
+    for made, path, says in (
+        ("criteo:1_", "h.tsv", "must be criteo:N, such as criteo:1000000, got 'criteo:1_'"),
+        ("criteo:²", "h.tsv", "must be criteo:N"),
+        ("criteo:5", "try/criteo.toml", "must write to a file named .tsv or .tsv.gz, got"),
+    ):
+        assert main(["train", "--generate", made, str(tmp_path / path)]) == 2
+        assert says in capsys.readouterr().err
+    assert (tmp_path / "try" / "criteo.toml").read_text() == written
 
 
 def test_the_example_is_what_init_writes():

@@ -265,6 +265,15 @@ def test_the_checkpoints_of_before_a_trip_stay(folder):
     assert "still stopped, since step 15: bad" in told.alerts[0]
 
 
+def test_a_fresh_run_is_not_stopped_by_what_an_earlier_one_did(folder):
+    train()
+    assert read_trip("run") is not None
+    told = Told()
+    with trainer(load_config("m.toml", {"train.max_steps": 10}), reporter=told, fresh=True) as one:
+        assert one.run()["why"] == "max_steps"
+    assert (told.alerts, told.exports, read_trip("run")) == ([], [10], None)
+
+
 def test_a_run_that_is_running_is_not_rolled_back(folder, capsys):
     train({"train.max_steps": 20})
     with running("run") as alone:

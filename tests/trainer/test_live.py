@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -83,6 +84,31 @@ def test_history_is_handed_over_to_the_stream_and_the_run_learns_what_a_run_on_f
     (tmp_path / "_positions.json").write_text("[]")
     with pytest.raises(DataError, match="_positions"):
         run(settings(first, address))
+
+
+@pytest.mark.parametrize("stopped_at", [0, 10])
+def test_a_run_that_waits_for_its_source_can_be_stopped_and_resumed(redis_server, tmp_path, stopped_at):  # noqa: F811
+    address = redis_server.address(f"waited{stopped_at}")
+    fill(address, 0, 640)
+    config = settings(write(tmp_path / "a.json", 640, 1280), address, out_dot_dir=str(tmp_path / "out"))
+    whole, _, _ = state_of(replace(config, out=replace(config.out, dir=None)))
+    told = Told()
+
+    def stop():  # step 10 is the last one of the history; the source is then opened again
+        redis_server.kill()
+        return one.at.step + 1 >= stopped_at
+
+    try:
+        if not stopped_at:
+            redis_server.kill()
+        with trainer(config, reporter=told, stop=stop) as one:
+            assert one.run()["why"] == "interrupted"
+    finally:
+        redis_server.start()
+    assert told.ended["step"] == stopped_at
+    resumed, _, told = state_of(config)
+    assert told.ended["why"] == "finished"
+    assert same(resumed, whole)
 
 
 def test_a_run_that_is_stopped_goes_on_behind_what_it_learnt_and_a_dead_letter_is_written_once(redis_server, tmp_path):  # noqa: F811

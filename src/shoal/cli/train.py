@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import tomllib
@@ -222,13 +223,16 @@ class _Signals:
 def _generate(flags: Flags) -> int:
     from shoal.data.generate import CriteoLike, write_criteo
 
-    kind, _, rows = (flags.generate or "").partition(":")
-    if kind != "criteo" or not rows.replace("_", "").isdigit():
+    found = re.fullmatch(r"criteo:([0-9]+(?:_[0-9]+)*)", flags.generate or "")
+    if found is None:
         raise ConfigError(f"--generate must be criteo:N, such as criteo:1000000, got {flags.generate!r}")
     if flags.config is None:
         raise ConfigError("--generate needs the file to write: shoal train --generate criteo:1000000 data.tsv")
-    size = write_criteo(flags.config, CriteoLike(rows=int(rows), seed=flags.seed or 0))
-    print(f"{flags.config}: {int(rows):,} lines, {size / 1e6:.1f} MB", file=sys.stderr)
+    if not flags.config.name.endswith((".tsv", ".tsv.gz")):  # a configuration is not overwritten by mistake
+        raise ConfigError(f"--generate must write to a file named .tsv or .tsv.gz, got {str(flags.config)!r}")
+    rows = int(found[1])
+    size = write_criteo(flags.config, CriteoLike(rows=rows, seed=flags.seed or 0))
+    print(f"{flags.config}: {rows:,} lines, {size / 1e6:.1f} MB", file=sys.stderr)
     return 0
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from urllib.parse import unquote, urlsplit
@@ -26,6 +28,7 @@ _OPTIONS = {
     "join": (),
 }
 log = logging.getLogger(__name__)
+_stopped: ContextVar[Callable[[], bool]] = ContextVar("stopped", default=lambda: False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +85,9 @@ def parse_address(text: str) -> Address:
         return Address(scheme="stdin")
     scheme, _, rest = text.partition(":")
     if scheme not in SCHEMES:
-        raise ConfigError(f"a live source must begin with {', '.join(f'{one}:' for one in SCHEMES)}, got {text!r}")
+        raise ConfigError(
+            f"a live source must begin with {', '.join(f'{one}:' for one in SCHEMES)}, got {_plain(text)!r}"
+        )
     if scheme in ("dir", "join"):
         path, _, query = rest.partition("?")
         if not path:
@@ -134,6 +139,20 @@ def bad_from(address: Address, allowed: str) -> ConfigError:
     return ConfigError(f"{address}: from must be beginning, end, a date, a time or {allowed}, got {got!r}")
 
 
+class StoppedError(PeerError):
+    """A wait for an unreachable source ended because the process was asked to stop."""
+
+
+@contextmanager
+def stop_waiting_when(stopped: Callable[[], bool]) -> Iterator[None]:
+    """In this block and thread, a wait for an unreachable source ends with `StoppedError` once ``stopped`` is true."""
+    token = _stopped.set(stopped)
+    try:
+        yield
+    finally:
+        _stopped.reset(token)
+
+
 class Away:
     """Tracks outages of a source: logs each one once, and raises when one lasts too long."""
 
@@ -149,6 +168,7 @@ class Away:
 
         Raises:
             PeerError: the first failure was more than ``limit_s`` ago.
+            StoppedError: the process was asked to stop; see `stop_waiting_when`.
         """
         now = time.monotonic()
         if self._since is None:
@@ -156,6 +176,8 @@ class Away:
             self.times += 1
             emit_counter("stream_outages_total", 1, f"source={self._address}")
             log.warning("%s does not answer (%s); waiting for it, at most %g s", self._address, error, self.limit_s)
+        if _stopped.get()():
+            raise StoppedError(f"stopped waiting for {self._address}") from error
         if now - self._since >= self.limit_s:
             raise PeerError(f"{self._address} did not answer for {self.limit_s:g} s ({error})") from error
 
@@ -230,5 +252,5 @@ def _host(text: str, scheme: str, address: str) -> tuple[str, int]:
 
 def _plain(text: str) -> str:
     """Return an address without its login."""
-    scheme, _, rest = text.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
+    scheme, colon, rest = text.partition("://")
+    return f"{scheme}{colon}{rest.rpartition('@')[2]}"

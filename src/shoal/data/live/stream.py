@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.data.lanes import LATER
-from shoal.data.live.address import log
+from shoal.data.live.address import StoppedError, log, stop_waiting_when
 from shoal.data.live.by_partition import ByPartition
 from shoal.data.live.journal import Journal, Run
 from shoal.data.live.messages import DeadLetters, decoder, framing_of
@@ -90,6 +90,8 @@ class LiveStream:
         self._queues: ByPartition | None = None
         self.note: Callable[[str], None] = log.info
         """Called with a message if reading does not begin at the checkpoint."""
+        self.stopped: Callable[[], bool] = lambda: False
+        """Whether to stop waiting for sources that do not answer when they are opened; the iteration then ends."""
         self._safe: Mapping[str, Any] | None = None  # positions to acknowledge
         self._lock = threading.Lock()
 
@@ -170,11 +172,27 @@ class LiveStream:
         """The batches from `state` on; each iteration begins there again."""
         state = dict(self.state)
         self._last_bad = state["bad"]
-        self._open(state)
-        if self.history is not None and not state["begun"]:
-            yield from self._of_history(state)
+        try:
+            self._waiting(self._open, state)
+            if self.history is not None and not state["begun"]:
+                yield from self._of_history(state)
+                self._waiting(self._reopen)
+        except StoppedError as error:
+            log.warning("%s", error)
+            yield Batch(samples=self._empty(), state=dict(state))
+            return
         state |= {"begun": True, "epoch": self.epochs - 1}
         yield from self._of_sources(state)
+
+    def _waiting(self, step: Callable[..., None], *args: Any) -> None:
+        with stop_waiting_when(self.stopped):
+            step(*args)
+
+    def _reopen(self) -> None:
+        """Open the sources after the history; they were not read meanwhile, so check that no record was deleted."""
+        for one in self._sources:
+            assert one.reader is not None
+            one.reader.open(one.positions)
 
     def _open(self, state: dict[str, Any]) -> None:
         given: Mapping[str, Any] = state["live"] if state["live"] is not None else self._sources.recorded(self.files)
@@ -230,9 +248,6 @@ class LiveStream:
             self._last_bad = state["bad"]
             yield Batch(samples=batch.samples, state=dict(state))
         state["bad"] = self._last_bad = self.history.bad_rows  # includes bad rows after the last batch
-        for one in self._sources:  # they were not read meanwhile: check that no record was deleted
-            assert one.reader is not None
-            one.reader.open(one.positions)
 
     def _of_sources(self, state: dict[str, Any]) -> Iterator[Batch]:
         for number, runs in self._journal.load(state["window"]):

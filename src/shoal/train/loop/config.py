@@ -52,8 +52,8 @@ class DataConfig:
     shuffle_rows: int = 65536
     """Rows held in memory and shuffled; 0 keeps the order. Raise it when neighbouring rows in the files are similar."""
     prefetch: int | None = None
-    """Batches that a thread reads ahead; 0 reads between steps, on all threads. By default 8; with at most two CPUs 0,
-    until steps are seen to wait for reading, because a parsing thread would slow the step by more than it saves."""
+    """Batches that a thread reads ahead; 0 reads between steps, on all threads. By default 4 for live sources, 8 for
+    files; with at most two CPUs 0 for files, until steps wait for reading: a parsing thread would slow them more."""
     message_format: str | None = None
     """The format of messages, and of files in growing directories, if it differs from ``format``; by default
     ``format``, or json if that is parquet and one of the sources is not a directory."""

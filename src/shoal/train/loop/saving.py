@@ -21,6 +21,7 @@ from shoal.table.checkpoint.manifest import Manifest
 from shoal.train.loop import checkpoint
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
+from shoal.train.loop.guard.guard import clear_trip
 from shoal.train.loop.guard.rollback import folder_aside, forget_rollback, rolled_back
 from shoal.train.loop.hooks import SaveTimer
 from shoal.train.loop.tables import Rows, served_features
@@ -183,9 +184,21 @@ class Saver:
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
-    def move_aside(self) -> str | None:
-        """Move all checkpoints, complete or damaged, into a new folder; return its path, None without checkpoints."""
-        return self.ranks.from_first(self._move_aside(self.series.numbers()) if self.ranks.first else None)
+    def start_over(self) -> str | None:
+        """Move all checkpoints, complete or damaged, into a new folder; return its path, None without checkpoints.
+
+        What the guard or a roll-back noted about the earlier run is removed.
+        """
+
+        def start() -> str | None:
+            if not self.ranks.first:
+                return None
+            moved = self._move_aside(self.series.numbers())
+            clear_trip(self.directory)
+            forget_rollback(self.directory)
+            return moved
+
+        return self.ranks.together(start)[0]
 
     def _move_aside(self, steps: list[int]) -> str | None:
         if not steps:

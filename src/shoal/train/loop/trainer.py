@@ -17,7 +17,7 @@ from shoal.comm.ranks.ranks import Ranks
 from shoal.comm.ranks.torch_ranks import start_ranks
 from shoal.data.samples import Samples
 from shoal.data.stream import Batch
-from shoal.errors import ShoalError
+from shoal.errors import ConfigError, ShoalError
 from shoal.observe.endpoint import HttpPort
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
@@ -38,6 +38,8 @@ from shoal.train.loop.reading import Epochs, Feed, Reading, Wishes
 from shoal.train.loop.saving import Progress, Saver
 from shoal.train.loop.warm_start import warm_start
 from shoal.train.loop.writes import NamedWrites
+
+_ENDING_S = 10.0  # how long a run that was stopped or killed just now may still hold its folder
 
 
 class Trainer:
@@ -83,6 +85,7 @@ class Trainer:
         self.save_timer = SaveTimer()
         self.publishing: Any = None
         self._opened = ExitStack()
+        self._lock, self._alone = self._opened.enter_context(ExitStack()), False
         self.reading: Any = None
         try:
             self.hooks = Hooks(make_hooks([*train.hooks, *hooks], self), self._context())
@@ -103,6 +106,8 @@ class Trainer:
         self.at = Progress()
         self.reading = Reading(config, self.ranks, self.reporter, self._bad_reporter)
         self.stream = self.reading.train
+        if self.reading.live is not None:
+            self.reading.live.stopped = self.stop
         self.reader: dict[str, Any] = dict(self.stream.state)
         self.summaries = Summaries(config.out.tensorboard, self.ranks)
         self.report = Report(self.metrics, self.rows, self.ranks, config.train.max_steps)
@@ -115,11 +120,12 @@ class Trainer:
         self.resumed: str | None = None
         if config.out.dir is not None:
             self.saver = Saver(config, self.ranks, self.rows, self.reporter.note, self.save_timer)
-            if self.ranks.first:
-                self._opened.enter_context(running(config.out.dir))
-            self.resumed = self._start_fresh(self.saver) if fresh else self._resume(self.saver)
+            self._hold_folder(must=fresh)
+            self.resumed = None if fresh else self._resume(self.saver)
         if init_from is not None:
             self._init_from(init_from)
+        if fresh and self.saver is not None:  # after reading from ``init_from``, which can be the same folder
+            self._start_fresh(self.saver)
         self._writes = self._name_writes()
         self.at.run = self.ranks.from_first(self.at.run)
         self.publishing = Publishing(config, self.ranks, self.rows, self.model, lambda: self.at, self.reporter.note)
@@ -129,6 +135,25 @@ class Trainer:
         if config.out.page is not None and self.ranks.first:
             self._page = HttpPort(config.out.page, self._shown, config.out.security()).start()
             self._opened.callback(self._page.stop)
+
+    def _hold_folder(self, *, must: bool) -> None:
+        """Lock ``[out] dir`` until the run has ended: two runs would remove each other's checkpoints.
+
+        Raises:
+            ConfigError: with ``must``, if another run has the lock.
+        """
+        folder = self.config.out.dir
+        if folder is None or self._alone:
+            return
+        self._lock.close()
+        alone = None
+        if self.ranks.first:
+            alone = self._lock.enter_context(running(folder, wait_s=_ENDING_S if must else 0.0))
+        self._alone = self.ranks.from_first(alone)
+        if must and not self._alone:
+            raise ConfigError(
+                f"[out] dir: another run uses {folder!r}; stop it first, or set another folder (--out) for this run"
+            )
 
     def _trip(self) -> str:
         """Why the guard has stopped pushes and exports; "" if it has not."""
@@ -171,6 +196,7 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or until ``stop``; return the last report, with the reason why the run ended."""
+        self._hold_folder(must=True)
         parameters = sum(p.numel() for p in self.model.parameters())
         self.reporter.start(
             step=self.at.step, resumed=self.resumed, world=self.ranks.world_size, model=self.config.model.name,
@@ -213,6 +239,8 @@ class Trainer:
         result["samples_per_s"] = (self.at.samples - first) / seconds if seconds else math.nan
         self.hooks.end()
         self.summaries.close()
+        self._lock.close()
+        self._alone = False
         self.reporter.end(**result)
         return result
 
@@ -473,7 +501,7 @@ class Trainer:
         self.reporter.exported(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
 
     def _start_fresh(self, saver: Saver) -> None:
-        moved = saver.move_aside()
+        moved = saver.start_over()
         self.reading.forget()
         if moved is not None:
             self.reporter.note(f"--fresh: the checkpoints of {saver.directory} were moved to {moved}")

@@ -144,20 +144,26 @@ def folder_aside(folder: str) -> str:
 
 
 @contextmanager
-def running(folder: str) -> Iterator[bool]:
-    """Mark ``[out] dir`` as in use inside the block; yields whether no other run uses it."""
+def running(folder: str, *, wait_s: float = 0.0) -> Iterator[bool]:
+    """Mark ``[out] dir`` as in use inside the block; yields whether no other run uses it, for ``wait_s`` or longer."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    deadline = time.monotonic() + wait_s
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            alone = True
-        except BlockingIOError:
-            alone = False
-        except OSError:  # a file system without locks
-            alone = True
+        while not (alone := _locked(fd)) and time.monotonic() < deadline:
+            time.sleep(0.05)
         yield alone
     finally:
         os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def rolled_back(folder: str, step: int) -> dict[str, Any] | None:
