@@ -41,7 +41,7 @@ constexpr uint32_t after_zeros(const std::array<uint32_t, 32>& of_bit, uint32_t 
 }
 
 constexpr Zeros make_zeros(int log2_bytes) {
-  std::array<uint32_t, 32> of_bit{};  // the CRC is linear: its bits decide
+  std::array<uint32_t, 32> of_bit{};  // the CRC is linear, so those of single bits determine it
   for (int bit = 0; bit < 32; ++bit) of_bit[bit] = bit < 8 ? kSlices[0][1u << bit] : 1u << (bit - 8);
   for (int i = 0; i < log2_bytes; ++i) {
     std::array<uint32_t, 32> twice{};

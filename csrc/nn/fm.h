@@ -1,4 +1,4 @@
-// The factorization machine's term over the rows of each sample, and its gradient, in one pass each.
+// The factorisation machine's term over the rows of each sample, and its gradient, in one pass each.
 #pragma once
 #include <cstdint>
 

@@ -322,7 +322,7 @@ def test_imports_are_refused_whole(tmp_path, capsys):
     (tmp_path / "late.csv").write_text("id,time,e0\n7,-3,0.5\n")
     (tmp_path / "x.json").write_text("{}")
     for name, text in {
-        "twice.npz": "repeat the id of another row (such as 1)",
+        "twice.npz": "rows with a duplicate id: 1 (such as 1); remove the duplicates",
         "shape.npz": "weights must be [2, dim]",
         "names.npz": "no array 'ids'",
         "bad.npz": "bad.npz: ",
@@ -496,7 +496,7 @@ def test_verify_of_repeated_ids_counts_widths_and_numbers(tmp_path, capsys):
         (tmp_path / f"{name}-00000-of-00001").write_bytes(b"".join(records))
 
     write("twice", entry(7, 2), entry(8, 2), entry(7, 2))
-    assert "1 records repeat the id of another record (such as 7)" in str(
+    assert "records with a duplicate id: 1 (such as 7)" in str(
         run(capsys, "verify", tmp_path / "twice", code=2)["problems"]
     )
     write("widths", entry(7, 2), entry(8, 3))
@@ -505,7 +505,7 @@ def test_verify_of_repeated_ids_counts_widths_and_numbers(tmp_path, capsys):
     )
     write("nan", framed(EntryDump(id=1, num=[float("nan")]).SerializeToString()))
     verdict = run(capsys, "verify", tmp_path / "nan")
-    assert "1 rows hold NaN or infinity (such as id 1)" in verdict["warnings"][0]
+    assert "rows that hold NaN or infinity: 1 (such as id 1)" in verdict["warnings"][0]
     table, _ = table_of()
     save_incremental(table, tmp_path / "chain")
     manifest = tmp_path / "chain" / "ckpt-00000001" / "manifest.json"

@@ -1,4 +1,4 @@
-"""The ready-made models: shapes, gradients, options, and the native factorization machine against its reference."""
+"""The ready-made models: shapes, gradients, options, and the native factorisation machine against its reference."""
 
 import pytest
 import torch

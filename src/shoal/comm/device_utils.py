@@ -1,4 +1,4 @@
-"""`shoal.comm.launch.device_utils` under its specified name; both names are the same module object."""
+"""`shoal.comm.device_utils`: another name of `shoal.comm.launch.device_utils`, for the same module object."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`shoal.comm.horovod.distribution_utils` under its specified name; both names are the same module object."""
+"""`shoal.comm.distribution_utils`: another name of `shoal.comm.horovod.distribution_utils`, the same module object."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`shoal.comm.horovod.hvd_lib` under its specified name; both names are the same module object."""
+"""`shoal.comm.hvd_lib`: another name of `shoal.comm.horovod.hvd_lib`, for the same module object."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""DeepFM: a factorization machine and a deep net over the same rows."""
+"""DeepFM: a factorisation machine and a deep net over the same rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Feature interactions: the factorization machine's pairs, and dot products."""
+"""Feature interactions: the factorisation machine's pairs, and dot products."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class EmbeddingBagCollection(TableModule):
     >>> bags(batch).shape
     torch.Size([2, 10])
 
-    Tables may differ in dim, optimizer, kind and device. Those that can be served together form a group: a batch is
+    Tables may differ in dim, optimizer, kind and device. Those that can be called together form a group: a batch is
     found, pooled and updated in one call per group.
 
     A forward never writes: not rows, timestamps or counts. In training mode an unknown id gets the row that its table's

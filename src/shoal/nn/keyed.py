@@ -1,4 +1,4 @@
-"""Results of TorchRec's types for batches of TorchRec's types, which are recognized without importing TorchRec."""
+"""Results of TorchRec's types for batches of TorchRec's types, which are recognised without importing TorchRec."""
 
 from __future__ import annotations
 

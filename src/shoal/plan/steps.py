@@ -153,7 +153,7 @@ def _terms(one: Timed, costs: Costs) -> tuple[dict[str, float], float]:
 def explained(costs: Costs, steps: Sequence[Timed]) -> Costs:
     """Fit the costs of steps over ranks to the measured ``steps``.
 
-    Minimizes relative errors with costs >= 0; a cost that the steps do not determine stays close to its old value.
+    Minimises relative errors with costs >= 0; a cost that the steps do not determine stays close to its old value.
     """
     costs = _local(costs, [one for one in steps if one.way == LOCAL])
     found = [(*_terms(one, costs), one.seconds) for one in steps if one.way != LOCAL]
@@ -194,7 +194,7 @@ def _local(costs: Costs, steps: Sequence[Timed]) -> Costs:
 
 
 def _positive_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The ``x >= 0`` that minimizes ``|a @ x - b|``, by coordinate descent."""
+    """The ``x >= 0`` that minimises ``|a @ x - b|``, by coordinate descent."""
     square, along, x = a.T @ a, a.T @ b, np.zeros(a.shape[1])
     for _ in range(4000):
         for j in range(x.shape[0]):

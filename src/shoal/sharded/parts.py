@@ -66,7 +66,7 @@ def _rows_by_table(asked: Lists, flat: Tensor, dims: Mapping[str, int]) -> list[
 
 
 def parts_of(parts: Sequence[Any], dims: Mapping[str, int], *, raw: bool = False) -> Parts:
-    """The `Parts` of tables that hold others by name. ``raw``: a local part takes one call for all its tables."""
+    """The `Parts` of tables by name. ``raw``: a local part takes one call for all its tables."""
     if _client([[part] for part in parts]) is None:
         return LocalParts([NamedTables(part, dims, raw) for part in parts])
     from shoal.sharded.ps.client.parts import RemoteParts
@@ -205,7 +205,7 @@ def _blocks(flat: Tensor, counts: Sequence[int], places: Sequence[int]) -> Tenso
 
 
 class NamedTables:
-    """A table that holds others by name: a `MultiTypeHashTable`, or with ``raw`` a `MultiHashTable`."""
+    """Tables by name as one part: a `MultiTypeHashTable`, or with ``raw`` a `MultiHashTable`."""
 
     def __init__(self, part: Any, dims: Mapping[str, int], raw: bool) -> None:
         self._part, self._dims, self._raw = part, dims, raw
@@ -218,7 +218,7 @@ class NamedTables:
         return torch.cat([rows[name].reshape(-1) for name in asked.names]) if rows else torch.empty(0, device=CPU)
 
     def insert(self, asked: Lists, seconds: int) -> Tensor:
-        raise NotImplementedError("insert_missing must be False for tables that hold others by name")
+        raise NotImplementedError("insert_missing must be False for a MultiTypeHashTable or a MultiHashTable, got True")
 
     def check_finite(self, asked: Lists, flat: Tensor) -> None:
         tables: Mapping[str, Any] = getattr(self._part, "tables", {})

@@ -171,7 +171,7 @@ class HashTable(TableBase):
     # --- as a group (shoal.table.protocol) ----------------------------------------------------------------------------
 
     def group_key(self) -> Hashable:
-        """Tables with equal keys can be served in one call."""
+        """Tables with equal keys can be read and updated in one call."""
         return "local", self.dim_size, self.serving
 
     @staticmethod

@@ -121,7 +121,7 @@ _NAMES = ("clock_s", "sync_s", "write_s", "sync_errno", "write_errno")
 
 def machine_unavailable() -> str | None:
     """Why `Machine` cannot be used here; None if it can."""
-    return None if shutil.which("cc") else "there is no C compiler (cc)"
+    return None if shutil.which("cc") else "cc, a C compiler, is not on the PATH; install gcc"
 
 
 class Machine:

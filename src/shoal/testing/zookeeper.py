@@ -23,7 +23,7 @@ _given: set[int] = set()
 def zookeeper_unavailable() -> str:
     """Why no ZooKeeper can be started here; empty if one can."""
     if not JAR.exists() or shutil.which("java") is None:
-        return f"a ZooKeeper needs java and {JAR}: apt-get install zookeeper"
+        return f"ZooKeeper needs java and {JAR}; install both with: apt-get install zookeeper"
     return ""
 
 

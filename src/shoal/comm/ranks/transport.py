@@ -72,7 +72,7 @@ class BaseTransport(Transport):
                 f"{type(self).__name__}: default_timeout_s must be positive and finite, got {default_timeout_s}"
             )
         if max_message_bytes < 0:
-            raise ConfigError(f"{type(self).__name__}: max_message_bytes must not be negative, got {max_message_bytes}")
+            raise ConfigError(f"{type(self).__name__}: max_message_bytes must be >= 0, got {max_message_bytes}")
         self.rank = rank
         self.world_size = world_size
         self.default_timeout_s = default_timeout_s

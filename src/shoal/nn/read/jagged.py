@@ -1,6 +1,6 @@
 """Conversion of every accepted form of ids to ``(values, offsets, weights)``.
 
-Other libraries' types are recognized by their attributes, never imported: an object with ``values`` and ``offsets`` or
+Other libraries' types are recognised by their attributes, never imported: an object with ``values`` and ``offsets`` or
 ``lengths`` is jagged, and keyed if it also has ``keys``.
 """
 

@@ -94,6 +94,8 @@ class Client:
                 "Client: max_batch_rows and max_in_flight must be >= 1 and retries >= 0, got "
                 f"{max_batch_rows}, {max_in_flight} and {retries}"
             )
+        if version is not None and (type(version) is not int or not 0 <= version < 2**63):
+            raise ConfigError(f"Client: version must be a whole number from 0 to 2**63 - 1, or None, got {version!r}")
         self.model, self.signature, self.version = model, signature, version
         self.deadline_s = _seconds(deadline)
         security = security or client_security()
@@ -311,7 +313,7 @@ class Client:
 def _seconds(duration: timedelta | float) -> float:
     seconds = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
     if not 0 < seconds < 1e6:
-        raise ConfigError(f"deadline must be a positive timedelta or number of seconds, got {duration!r}")
+        raise ConfigError(f"deadline must be a timedelta or seconds, above 0 and below 1,000,000 s, got {duration!r}")
     return seconds
 
 

@@ -140,8 +140,8 @@ def restore_incremental(
 
     Raises:
         CheckpointNotFoundError: the directory does not have that checkpoint, or has none.
-        DataError: a file of the chain is missing, damaged or from a table with a different layout; without ``name``, no
-            checkpoint in the directory can be restored. All tables are unchanged.
+        DataError: a file of the chain is missing, damaged or from a table with a different row layout; without
+            ``name``, no checkpoint in the directory can be restored. All tables are unchanged.
     """
     members = _members(tables, training=False)
     directory = os.fspath(directory)

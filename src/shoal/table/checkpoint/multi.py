@@ -116,7 +116,7 @@ def _restore(
         for name, load in loads.items():
             expected = sum(n for _, _, meta in shards for table, n in meta if table == name)
             if shard is None and not tables[name].serving and load.rows() != expected:
-                raise DataError(f"table {name!r}: {expected - load.rows()} records repeat the id of another record")
+                raise DataError(f"table {name!r}: records with a duplicate id: {expected - load.rows()}")
         found_scales = (load_scales(base, of.saved) for base, of in zip(bases, files, strict=True))
         scales = next(filter(None, found_scales), {})
         found = {

@@ -125,7 +125,7 @@ def restore_table(
     read, both the old and the new rows take memory.
 
     Args:
-        table: a training table with the same layout, or a serving table, which keeps only the weights.
+        table: a training table with the same row layout, or a serving table, which keeps only the weights.
         basename: the basename given to `save_table`; several for a table that several processes saved in parts.
         strict: False accepts records whose optimizer state does not fit: weights are kept and the state starts fresh.
         shard: ``(index, count)`` takes only the ids with ``id mod count == index``, so that any number of processes can
@@ -135,8 +135,8 @@ def restore_table(
 
     Raises:
         CheckpointNotFoundError: there are no such files.
-        DataError: a file is missing, damaged or from a table with a different layout, or an id occurs twice. The table
-            is unchanged.
+        DataError: a file is missing, damaged or from a table with a different row layout, or an id occurs twice. The
+            table is unchanged.
     """
     if table.on_gpu:
         staged = table.staging()  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ def restore_files(
     """Replaces all rows of ``table`` with those in the files; if ``before_commit`` raises, nothing changes.
 
     Raises:
-        DataError: a file is damaged or from a table with a different layout, or an id occurs twice. The table is
+        DataError: a file is damaged or from a table with a different row layout, or an id occurs twice. The table is
             unchanged.
     """
     target: Any = table.staging()

@@ -68,7 +68,7 @@ class PolynomialDecay(LearningRateFunction):
         if decay_steps <= 0:
             raise ConfigError(f"PolynomialDecay: decay_steps must be above 0, got {decay_steps}")
         if power < 0:
-            raise ConfigError(f"PolynomialDecay: power must not be negative, got {power}")
+            raise ConfigError(f"PolynomialDecay: power must be >= 0, got {power}")
         self.initial_learning_rate = initial_learning_rate
         self.decay_steps = decay_steps
         self.end_learning_rate = end_learning_rate

@@ -111,7 +111,7 @@ class _Reading:
                 distinct = Distinct()
                 distinct.add(ids)
                 if again := distinct.repeated()[0]:
-                    verdict.problems.append(f"{path}: {again} removed ids of table {table!r} are duplicates")
+                    verdict.problems.append(f"{path}: duplicates among the removed ids of table {table!r}: {again}")
             except (DataError, OSError) as error:
                 verdict.problems.append(str(error))
         for table, distinct in self.ids.items():
@@ -119,7 +119,7 @@ class _Reading:
             if again:
                 named = ", ".join(map(str, examples))
                 verdict.problems.append(
-                    f"{layer.name}: table {table!r}: {again} records repeat the id of another record (such as {named})"
+                    f"{layer.name}: table {table!r}: records with a duplicate id: {again} (such as {named})"
                 )
         for table, rows in self.rows.items():
             verdict.tables[table] = verdict.tables.get(table, 0) + rows
@@ -130,7 +130,7 @@ class _Reading:
                 )
         for table, (n, example) in self.bad.items():
             verdict.warnings.append(
-                f"{layer.name}: table {table!r}: {n} rows hold NaN or infinity (such as id {example})"
+                f"{layer.name}: table {table!r}: rows that hold NaN or infinity: {n} (such as id {example})"
             )
         for table, shapes in self.shapes.items():
             if len(shapes) > 1:

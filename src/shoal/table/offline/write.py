@@ -88,7 +88,7 @@ class TableWriter:
         again, examples = self._ids.repeated()
         if again:
             raise DataError(
-                f"table {self.name!r}: {again} rows repeat the id of another row (such as "
+                f"table {self.name!r}: rows with a duplicate id: {again} (such as "
                 f"{', '.join(map(str, examples))}); remove the duplicates"
             )
         for sink in self._sinks:
@@ -209,7 +209,7 @@ class MultiWriter:
         """Writes the files; returns the number of rows of each table."""
         for table, distinct in self._distinct.items():
             if again := distinct.repeated()[0]:
-                raise DataError(f"table {table!r}: {again} rows repeat the id of another row; remove the duplicates")
+                raise DataError(f"table {table!r}: rows with a duplicate id: {again}; remove the duplicates")
         for sink in self._sinks:
             sink.sync()
         with self._save as save:

@@ -24,7 +24,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 def prometheus_unavailable() -> str:
     """Why no Prometheus can be started here; empty if one can."""
-    return "" if shutil.which("prometheus") else "there is no prometheus: apt-get install prometheus"
+    return "" if shutil.which("prometheus") else "prometheus is not on the PATH: apt-get install prometheus"
 
 
 def faster(rules: str, factor: float) -> str:
