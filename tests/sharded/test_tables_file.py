@@ -54,5 +54,5 @@ def test_a_wrong_file_is_refused_with_what_is_allowed(tmp_path, text, message):
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"absent\.toml"):
+    with pytest.raises(ConfigError, match=r"^cannot read the tables of .*absent\.toml. \(No such file or directory\)$"):
         load_tables(tmp_path / "absent.toml")
