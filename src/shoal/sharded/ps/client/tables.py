@@ -69,9 +69,10 @@ def load_tables(path: str | os.PathLike[str]) -> dict[str, tuple[HashTableConfig
     try:
         with open(path, "rb") as file:
             content = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read the tables of {os.fspath(path)!r} ({why})") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the tables of {os.fspath(path)!r} ({error.strerror or error})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{os.fspath(path)}: {error}") from error
     tables = content.get("tables", {})
     if not isinstance(tables, dict) or not tables:
         raise ConfigError(f"{os.fspath(path)}: has no [tables.NAME] section")

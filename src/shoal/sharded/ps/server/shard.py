@@ -93,7 +93,9 @@ class Shard:
             return [json.dumps({name: table.size() for name, table in list(self.tables.items())}).encode()]
         if request.op == Op.SCAN:
             return self._scan(request)
-        raise DataError(f"{request.op.name}: shard {self.index} is not part of a group; start its server with --registry")
+        raise DataError(
+            f"{request.op.name}: shard {self.index} is not part of a group; start its server with --registry"
+        )
 
     def _scan(self, request: Request) -> list[Any]:
         """A page of rows: the next ids of a part of the table, in id order, so that concurrent writes hide none."""
