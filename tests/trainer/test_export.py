@@ -25,7 +25,7 @@ from shoal.sharded import ParameterServer
 from shoal.sharded.ps.server.engine import Engine
 from shoal.sharded.ps.server.shard import Shard
 from shoal.testing import run_ranks
-from shoal.train.loop.tables import served_features
+from shoal.train.loop.rows.features import served_features
 from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
 from tests.trainer.helpers import Told

@@ -13,8 +13,8 @@ from shoal.errors import ConfigError
 from shoal.nn.feature_rows import Keyed
 from shoal.proto.embedding_hash_table_pb2 import EntryDump
 from shoal.testing import run_ranks
+from shoal.train.loop.rows.rows import Rows
 from shoal.train.loop.table_config import FeatureConfig, TableConfig, plan_tables
-from shoal.train.loop.tables import Rows
 from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
 from tests.cli.train_helpers import newest

@@ -14,7 +14,7 @@ from shoal.data import CRITEO, Stream, make_format
 from shoal.durable import read_folder
 from shoal.train.loop import checkpoint
 from shoal.train.loop.checkpoint import Snapshot
-from shoal.train.loop.tables import Rows
+from shoal.train.loop.rows.rows import Rows
 from shoal.train.loop.trainer import trainer
 from tests.cli.train_helpers import newest
 from tests.interpreted import run_tests

@@ -27,7 +27,7 @@ from shoal.table.checkpoint.manifest import Manifest
 from shoal.table.checkpoint.tensors import table_state
 from shoal.table.table import HashTable
 from shoal.train.loop.checkpoint import Snapshot, Target, load_checkpoint, save_checkpoint
-from shoal.train.loop.tables import target_of
+from shoal.train.loop.rows.rows import target_of
 
 log = logging.getLogger(__name__)
 

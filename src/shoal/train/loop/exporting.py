@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from shoal.comm.ranks.ranks import Ranks
 from shoal.errors import ConfigError
 from shoal.serving.cluster.rollout import newest_version
-from shoal.stamps import Stamp
-from shoal.table.config.optim import Sgd
-from shoal.table.table import HashTable
 from shoal.train.loop.config import Config
-from shoal.train.loop.export import ExportedRows, Page, remove_drafts, write_export
+from shoal.train.loop.export import remove_drafts, write_export
 from shoal.train.loop.learner import Learner
+from shoal.train.loop.rows.features import served_features
 from shoal.train.loop.saving import Progress, why_not_writable
-from shoal.train.loop.tables import served_features
 
 
 class Exports:
@@ -75,10 +70,10 @@ class Exports:
             model_name=model or (serve.name if own else None) or os.path.basename(os.path.abspath(folder)),
             net=self.learner.model,
             features=served_features(self.config),
-            tables=exported_rows(self.config, rows),
+            tables=rows.exported(),
             ranks=self.ranks,
             step=at.step,
-            stamps=lambda: stamps_of(rows, self.ranks, at.stamp),
+            stamps=lambda: rows.stamps(at.stamp),
             codec=serve.codec,
             keep=serve.keep if own else None,
             compiled=serve.compiled,
@@ -86,30 +81,3 @@ class Exports:
         if own:
             self.newest, self._step, self._at = path, at.step, time.monotonic()
         return path
-
-
-def exported_rows(config: Config, rows: Any) -> list[ExportedRows]:
-    """The tables of a run, with rows in this process or on servers."""
-    if rows.client is None:
-        return [ExportedRows(table) for table in rows.saved()]
-
-    def pages(name: str) -> Callable[[], Iterator[Page]]:
-        return lambda: rows.client.scan(name)
-
-    return [
-        ExportedRows(
-            HashTable(one.config.dim, optimizer=Sgd(), initializer="zeros", name=one.config.name),
-            pages(one.config.name),
-        )
-        for one in rows.plan
-    ]
-
-
-def stamps_of(rows: Any, ranks: Ranks, stamp: Stamp) -> dict[str, Stamp]:
-    """The stamps of rows and weights by source: this trainer, its ranks, or the servers that have the rows."""
-    if rows.client is not None:
-        rows.client.flush()
-        return {"trainer": stamp, **rows.client.stamps()}
-    if ranks.world_size == 1:
-        return {"trainer": stamp}
-    return {f"trainer_{rank}": stamp for rank in range(ranks.world_size)}

@@ -22,8 +22,9 @@ from shoal.train.dense_optimizers import OPTIMIZERS
 from shoal.train.loop.config import Config
 from shoal.train.loop.machine import find_device, find_table_device
 from shoal.train.loop.measure.metrics import Metrics
+from shoal.train.loop.rows.rows import Rows
+from shoal.train.loop.rows.servers import ServerRows
 from shoal.train.loop.schedule import factor
-from shoal.train.loop.tables import Rows
 
 
 class Learner:
@@ -44,7 +45,8 @@ class Learner:
         self.optimizer = OPTIMIZERS[train.optimizer](self.model.parameters(), lr=train.lr, fused=fused)
         own = (train.seed * 1_000_003 + ranks.rank) & ((1 << 63) - 1)  # for dropout, which differs between ranks
         torch.manual_seed(own)
-        self.rows = Rows(config, ranks, table_device, note).to(self.device)
+        rows = ServerRows if train.ps else Rows
+        self.rows = rows(config, ranks, table_device, note).to(self.device)
         self.bucket = GradientBucket(self.model.parameters(), numbers=8)
         among = DistributedConfig(ranks.world_size, ranks.rank)
         self._aggregator = AllReduceAggregator(among, ranks, average=False, check="first")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shoal.comm.ranks.ranks import Ranks
-from shoal.errors import ConfigError, ShoalError, UnsupportedError
+from shoal.errors import ConfigError, ShoalError
 from shoal.stamps import Stamp
 from shoal.train.loop.config import Config
-from shoal.train.loop.tables import Rows
+from shoal.train.loop.rows.rows import Rows, source_name
 
 if TYPE_CHECKING:
     from shoal.serving.sync.publish import Publication
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 
 LAST_S = 60.0  # how long to wait at the end until replicas have the last changes
 AGAIN_S = 0.05  # how long to wait before trying again when the previous round is still being sent
-
-
-def source_name(rank: int, world: int) -> str:
-    """The name of a rank as a source of rows, in exports and pushes. Rank 0 is also the source of the weights."""
-    return "trainer" if world == 1 else f"trainer_{rank}"
 
 
 def model_name(config: Config) -> str:
@@ -62,35 +57,22 @@ class Publishing:
             return
         name, registry = model_name(config), config.serve.registry
         assert registry is not None
-        if rows.client is None or ranks.first:
-            ranks_of_rows = ranks.world_size if rows.client is None else 1
-            self._publication = self._begin(rows, model, at, name, registry, ranks_of_rows)
+        if ranks.rank < rows.pushing_ranks:
+            self._publication = self._begin(rows, model, at, name, registry)
 
-    def _begin(
-        self, rows: Rows, model: nn.Module, at: Callable[[], Progress], name: str, registry: str, world: int
-    ) -> Publication:
+    def _begin(self, rows: Rows, model: nn.Module, at: Callable[[], Progress], name: str, registry: str) -> Publication:
         from shoal.serving.sync.publish import publish_source
-        from shoal.serving.sync.servers_publish import ServersPublication
         from shoal.serving.sync.tables_source import TablesSource, dense_weights
 
-        servers = []
-        if rows.client is not None:
-            try:
-                servers = [
-                    ServersPublication(
-                        rows.client, model=name, registry=registry, targets=None, every_s=self._every_s,
-                        paced=self._guarded,
-                    )
-                ]  # fmt: skip
-            except UnsupportedError as error:
-                self._note(f"{error}; until then only weights are pushed, not rows")
+        world = rows.pushing_ranks
+        servers = rows.publications(name, registry, every_s=self._every_s, paced=self._guarded)
         source = TablesSource(
             dict(zip(rows.tables, rows.published(), strict=False)),
             lambda: at().stamp,
             base=at().base,
             name=source_name(self._ranks.rank, world),
             weights=(lambda: dense_weights(model)) if self._ranks.first else None,
-            part=(self._ranks.rank, world) if world > 1 else (0, 1),
+            part=(self._ranks.rank, world),
         )
         return publish_source(source, model=name, registry=registry, servers=servers)
 

@@ -17,7 +17,7 @@ from shoal.errors import DataError
 from shoal.train.ahead.pipeline import Pipeline
 from shoal.train.loop.config import Config
 from shoal.train.loop.measure.reporter import Reporter
-from shoal.train.loop.tables import Rows
+from shoal.train.loop.rows.rows import Rows
 
 _LISTED = 5
 _SLOW_AHEAD = 4  # batches that are read ahead once reading is seen to wait

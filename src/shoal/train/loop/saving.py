@@ -24,7 +24,8 @@ from shoal.train.loop.config import Config
 from shoal.train.loop.guard.guard import clear_trip
 from shoal.train.loop.guard.rollback import folder_aside, forget_rollback, rolled_back
 from shoal.train.loop.hooks import SaveTimer
-from shoal.train.loop.tables import Rows, served_features
+from shoal.train.loop.rows.features import served_features
+from shoal.train.loop.rows.rows import Rows
 
 
 @dataclass(slots=True)
@@ -82,7 +83,6 @@ class Saver:
         self.config, self.ranks, self.rows, self._note = config, ranks, rows, note
         self.timer = timer or SaveTimer()
         self._saved_at = time.monotonic()
-        self._noted_inexact = False
         self.newest: str | None = None
         """The checkpoint that this run wrote last, or resumed from."""
         self.rolled_back = False
@@ -122,8 +122,7 @@ class Saver:
         values = asdict(at) | {"now_s": self.rows.now_s} | _steps_to_json(self.rows.steps())
         del values["step"], values["base"]
         snapshot.content = {**self._settings, "progress": values, "files": files}
-        if self.rows.client is not None:
-            snapshot.content["servers"] = self._keep_on_servers(at)
+        snapshot.content |= self.rows.keep(f"{at.name}-{at.step}" + "_best" * at.restored, self._contents)
         checkpoint.save_checkpoint(
             target, snapshot, self.rows.saved(), self.ranks, lambda: self._make_room(at.step), self.rows.ways()
         )
@@ -161,26 +160,9 @@ class Saver:
                 self._note(f"old checkpoints could not be removed from {self.directory} ({error})")
         self.ranks.barrier()
 
-    def _keep_on_servers(self, at: Progress) -> dict[str, Any]:
-        """Make the servers keep their current rows for as long as the checkpoint exists; return its part for them."""
-
-        def keep() -> str | None:
-            if not self.ranks.first:
-                return None
-            manifests = [Manifest.of(found.saved) for found in self.series.whole() if found.saved is not None]
-            others = [servers["kept"] for one in manifests if (servers := _servers(one)) and servers["kept"]]
-            name = f"{at.name}-{at.step}" + "_best" * at.restored
-            return self.rows.keep_on_servers(name, others)
-
-        def flush() -> None:
-            self.rows.client.flush()
-
-        self.ranks.together(flush)
-        kept = self.ranks.together(keep)[0]
-        if kept is None and not self._noted_inexact:
-            self._noted_inexact = True
-            self._note("the parameter servers have no --dir to keep rows in, so resuming this run will not be exact")
-        return {"addresses": list(self.config.train.ps), "kept": kept}
+    def _contents(self) -> list[dict[str, Any]]:
+        """The manifests' contents of all complete checkpoints."""
+        return [Manifest.of(found.saved).content for found in self.series.whole() if found.saved is not None]
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
@@ -294,8 +276,7 @@ class Saver:
             step=manifest.step, run=new_run(base.run), base=base,
             **{name: value for name, value in values.items() if name in known},
         )  # fmt: skip
-        if self.rows.client is not None:
-            self._restore_on_servers(found.path, manifest)
+        self.rows.restore(found.path, content)
         if content.get("files", files) != files and not snapshot.reader.get("begun"):
             snapshot.reader, at.epoch = {}, 0
             self._note(
@@ -314,33 +295,13 @@ class Saver:
         found = self.series.look(at.kept_step)
         if found.saved is None:
             return f"the checkpoint of the best step, {at.kept_step}, is damaged: {found.damage}"
-        if self.rows.client is not None and not self._can_restore(Manifest.of(found.saved)):
+        if not self.rows.can_restore(Manifest.of(found.saved).content):
             return "the parameter servers have not kept the rows of the best step"
         try:
             self._load(found, snapshot, files)
         except DataError as error:
             return f"the checkpoint of the best step, {at.kept_step}, is damaged: {error}"
         return None
-
-    def _can_restore(self, manifest: Manifest) -> bool:
-        servers, train = _servers(manifest), self.config.train
-        if servers is None or not train.ps_restore:
-            return False
-        return servers["kept"] is not None and len(servers["addresses"]) == len(train.ps)
-
-    def _restore_on_servers(self, path: str, manifest: Manifest) -> None:
-        def restore() -> None:
-            if self.ranks.first:
-                servers = _servers(manifest)
-                assert servers is not None
-                self.rows.restore_on_servers(servers["kept"])
-
-        if not self.config.train.ps_restore:
-            return
-        if self._can_restore(manifest):
-            self.ranks.together(restore)
-        else:
-            self._note(f"{path} has no rows for these parameter servers; they keep their current rows")
 
 
 def _steps_to_json(steps: dict[str, int]) -> dict[str, Any]:
@@ -351,11 +312,6 @@ def _steps_to_json(steps: dict[str, int]) -> dict[str, Any]:
 def _begun(content: dict[str, Any]) -> bool:
     """Whether a checkpoint's run had finished its files and was reading live sources."""
     return all(reader.get("begun") for reader in content["readers"])
-
-
-def _servers(manifest: Manifest) -> dict[str, Any] | None:
-    found = manifest.content.get("servers")
-    return found if isinstance(found, dict) else None
 
 
 def _remove_drafts(directory: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
@@ -35,9 +34,9 @@ from shoal.train.loop.measure.reporter import Reporter
 from shoal.train.loop.measure.summaries import Summaries
 from shoal.train.loop.publish import Publishing
 from shoal.train.loop.reading import Epochs, Feed, Reading, Wishes
+from shoal.train.loop.rows.writes import NamedWrites
 from shoal.train.loop.saving import Progress, Saver
 from shoal.train.loop.warm_start import warm_start
-from shoal.train.loop.writes import NamedWrites
 
 _ENDING_S = 10.0  # how long a run that was stopped or killed just now may still hold its folder
 
@@ -162,15 +161,15 @@ class Trainer:
 
     def _name_writes(self) -> NamedWrites | None:
         """Names for updates on servers that other runs share and that are not reset to this run's checkpoint."""
-        live, client = self.reading.live, self.rows.client
-        if live is None or client is None or self.config.train.ps_restore:
+        live = self.reading.live
+        if live is None:
+            return None
+        self.at.name = self.ranks.from_first(self.at.name)
+        writes = self.rows.name_writes(self.reader, self.at, resumed=self.resumed is not None)
+        if writes is None:
             return None
         if self.saver is None:
             self.reporter.note("without [out] dir, a restarted run reads the stream from its beginning again")
-        self.at.name = self.ranks.from_first(self.at.name)
-        writes = NamedWrites(
-            client, self.reader, self.at, self.ranks.rank, self.resumed is not None, self.reporter.note
-        )
         live.note = self.reporter.note
         writes.follow(live, self.config.train)
         return writes
@@ -213,9 +212,7 @@ class Trainer:
                 self.reporter.note(f"continues with the rows and weights of the best step, {self.at.kept_step:,}")
             unread = self.at.epoch < self.config.train.epochs and not self._rows_read()
             self.stream.restart(self.reader)
-            if (self._writes is not None and self._writes.new) or (
-                self.rows.client is not None and self.resumed is None
-            ):
+            if (self._writes is not None and self._writes.new) or (self.rows.remote and self.resumed is None):
                 # If this run is killed before its first checkpoint, the next start finds the names of its updates, or
                 # resets the rows on the servers.
                 self._save(replace=True)
@@ -259,7 +256,7 @@ class Trainer:
             if first_part or self.ranks.world_size > 1:
                 self.hooks.before_run()
             records = first_part.records if first_part else None  # if set, the step has only this batch
-            with contextlib.nullcontext() if records is None else self.rows.client.records(*records):
+            with self.rows.records(records):
                 total, wishes = self._step(batches.parts_of(at.epoch, config.train.accumulate, first_part))
             if not total and not wishes.has_more:  # the epoch has ended on all ranks
                 at.epoch += 1
@@ -505,7 +502,7 @@ class Trainer:
         self.reading.forget()
         if moved is not None:
             self.reporter.note(f"--fresh: the checkpoints of {saver.directory} were moved to {moved}")
-        if self.rows.client is not None:
+        if self.rows.remote:
             self.reporter.note("--fresh: the parameter servers keep their current rows")
 
     def _init_from(self, path: str) -> None:

@@ -20,7 +20,7 @@ from shoal.table.checkpoint.manifest import Manifest
 from shoal.table.offline.source import open_source
 from shoal.train.loop.checkpoint import read_dense
 from shoal.train.loop.config import Config
-from shoal.train.loop.tables import Rows
+from shoal.train.loop.rows.rows import Rows
 
 _LISTED = 8
 

@@ -15,7 +15,7 @@ from shoal.data.samples import Samples
 from shoal.data.stream import Stream
 from shoal.train.loop.measure.metrics import Metrics, buckets, merged, merged_counts
 from shoal.train.loop.measure.ranking import GroupedPredictions
-from shoal.train.loop.tables import Rows
+from shoal.train.loop.rows.rows import Rows
 
 
 @torch.no_grad()

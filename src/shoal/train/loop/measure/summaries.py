@@ -6,7 +6,7 @@ from typing import Any
 
 from shoal.comm.ranks.ranks import Ranks
 from shoal.errors import missing_extra
-from shoal.train.loop.tables import Rows
+from shoal.train.loop.rows.rows import Rows
 
 _TAGS = (
     "auc",

@@ -1,34 +1,41 @@
-"""The tables of a run, in this process, over ranks or on servers, and the module that looks up batches in them."""
+"""The tables of a run, and the module that looks up batches in them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from datetime import timedelta
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from shoal.comm.ranks.ranks import Ranks
 from shoal.data.samples import Samples
-from shoal.errors import ConfigError, DeadlineError, UnsupportedError
-from shoal.nn.feature_rows import FeatureRows, Pooling
+from shoal.errors import ConfigError
+from shoal.nn.feature_rows import FeatureRows
 from shoal.nn.keeper import TableKeeper, keeper_of
-from shoal.serving.export.features import ServedFeatures
+from shoal.stamps import Stamp
 from shoal.table.table import HashTable
 from shoal.train.loop.checkpoint import Target
 from shoal.train.loop.config import Config
+from shoal.train.loop.export import ExportedRows
+from shoal.train.loop.rows.features import pooling_of
 from shoal.train.loop.table_config import PlannedTable, TableConfig
 
-_AT_ONCE = timedelta(seconds=5)
+if TYPE_CHECKING:
+    from shoal.train.loop.rows.writes import NamedWrites
+    from shoal.train.loop.saving import Progress
 
 
 class Rows(nn.Module):
     """Looks up the rows of samples' ids: ``[B, F, D]``, or ``[B, sum of widths]`` if features differ in width.
 
-    The tables are in this process, over all ranks (which look up and update together), or on parameter servers.
-    Backward updates the rows. Over ranks, a rank without samples must call `join_without_samples` instead.
+    The tables are in this process or over all ranks, which look up and update together; `ServerRows` has those on
+    parameter servers. Backward updates the rows. Over ranks, a rank without samples must call `join_without_samples`
+    instead.
     """
+
+    remote = False
+    """Whether rows are in other processes, so that they outlive this one."""
 
     def __init__(
         self, config: Config, ranks: Ranks, device: str = "cpu", note: Callable[[str], None] = lambda text: None
@@ -38,21 +45,26 @@ class Rows(nn.Module):
         self.features = config.data.schema().sparse
         self.now_s = 0
         """The time of writes, from which rows expire."""
-        self.client: Any = None
+        self._config, self._ranks, self._note = config, ranks, note
         self._targets: list[Target] = []
         self._ragged = bool(config.data.make_format().ragged)
-        self.together = ranks.world_size > 1 and not config.train.ps
-        self.tables = self._on_servers(config, note) if config.train.ps else self._in_process(config, ranks, device)
+        self.together = self._over_ranks()
+        self.tables = self._make(device)
         clock = lambda: self.now_s  # noqa: E731 (one object, because only tables with the same clock share updates)
         for keeper in self.keepers():
             keeper.clock = clock
         self.pooling = pooling_of(config)
         self.lookup = FeatureRows(self.tables, self.pooling, ragged=self._ragged, fused=not config.train.defers)
 
-    def _in_process(self, config: Config, ranks: Ranks, device: str) -> dict[str, Any]:
+    def _over_ranks(self) -> bool:
+        """Whether the tables are distributed over ranks."""
+        return self._ranks.world_size > 1
+
+    def _make(self, device: str) -> dict[str, Any]:
         """Create the tables in this process, or its shards of them."""
         made: dict[str, Any] = {}
-        ways = ways_of(config, ranks) if self.together else {}
+        config = self._config
+        ways = ways_of(config, self._ranks) if self.together else {}
         for one in self.plan:
             name = one.config.name
             options: dict[str, Any] = {
@@ -66,32 +78,6 @@ class Rows(nn.Module):
 
             made[name] = AllToAllHashTable(one.config.dim, way=ways[name], **options)
         return made
-
-    def _on_servers(self, config: Config, note: Callable[[str], None]) -> dict[str, Any]:
-        from shoal.sharded import PsClient, ps_table
-
-        deadline = timedelta(seconds=config.train.ps_deadline_s)
-        self.client = PsClient(_addresses(config.train.ps, config.train.ps_deadline_s), deadline=deadline)
-        try:
-            self._contact(note)
-            return {
-                one.config.name: ps_table(
-                    self.client, one.config.dim, filter=one.config.filter(), seed=config.train.seed,
-                    **one.config.arguments(),
-                )
-                for one in self.plan
-            }  # fmt: skip
-        except BaseException:
-            self.client.close()
-            raise
-
-    def _contact(self, note: Callable[[str], None]) -> None:
-        """Log a note about servers that do not answer at once."""
-        try:
-            self.client.info(min(_AT_ONCE, self.client.deadline))
-        except DeadlineError as error:
-            if self.client.deadline > _AT_ONCE:
-                note(f"{str(error).partition(';')[0]}; waiting up to {self.client.deadline}")
 
     def forward(self, samples: Samples) -> Tensor:
         return self.lookup(samples)
@@ -118,14 +104,10 @@ class Rows(nn.Module):
     @property
     def local(self) -> list[HashTable]:
         """The tables in this process; empty if rows are on servers."""
-        if self.client is not None:
-            return []
         return [table.table if self.together else table for table in self.tables.values()]
 
     def saved(self) -> list[HashTable]:
         """The complete rows that this rank saves, each row on one rank; all ranks must call it together."""
-        if self.client is not None:
-            return []
         return [table.own_rows() if self.together else table for table in self.tables.values()]
 
     def published(self) -> list[HashTable]:
@@ -193,32 +175,60 @@ class Rows(nn.Module):
             table.evict()
         return bool(expire)
 
-    # --- servers ------------------------------------------------------------------------------------------------------
+    # --- what differs on servers --------------------------------------------------------------------------------------
 
-    def keep_on_servers(self, name: str, others: list[str]) -> str | None:
-        """Make the servers keep the current rows under ``name``, and those under ``others``; None if they cannot."""
-        self.client.flush()
-        try:
-            self.client.checkpoint(keep_as=name, others=others)
-        except UnsupportedError:  # a server without a directory
-            return None
-        return name
+    @property
+    def pushing_ranks(self) -> int:
+        """The number of ranks that push rows to replicas, counted from the first."""
+        return self._ranks.world_size
 
-    def restore_on_servers(self, name: str) -> None:
-        """Restore the rows on the servers that were kept under ``name``."""
-        try:
-            for table in self.tables:
-                self.client.restore(table, name)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{error}; start the servers with the --dir that they had, or continue with their current rows by "
-                "--set train.ps_restore=false"
-            ) from None
-        self.client.checkpoint()  # so that recovery after a crash does not depend on the kept checkpoint
+    def publications(self, model: str, registry: str, *, every_s: float, paced: bool) -> list[Any]:
+        """Start the pushes of rows that are not in this process."""
+        return []
+
+    def exported(self) -> list[ExportedRows]:
+        """The rows that this rank exports; all ranks must call it together."""
+        return [ExportedRows(table) for table in self.saved()]
+
+    def stamps(self, stamp: Stamp) -> dict[str, Stamp]:
+        """The stamps of rows and weights by their source, ``stamp`` being that of this run."""
+        world = self._ranks.world_size
+        return {source_name(rank, world): stamp for rank in range(world)}
+
+    def keep(self, name: str, checkpoints: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
+        """Keep the rows that a checkpoint does not hold, under ``name``; all ranks must call it together.
+
+        Args:
+            name: a name of its own for each checkpoint.
+            checkpoints: the contents of the manifests of all checkpoints, whose rows stay kept.
+
+        Returns:
+            What the checkpoint's manifest must hold to restore them.
+        """
+        return {}
+
+    def can_restore(self, content: Mapping[str, Any]) -> bool:
+        """Whether the rows of a checkpoint can be restored, which it does not hold itself."""
+        return True
+
+    def restore(self, path: str, content: Mapping[str, Any]) -> None:
+        """Restore the rows that the checkpoint does not hold; all ranks must call it together."""
+
+    def name_writes(self, reader: dict[str, Any], at: Progress, *, resumed: bool) -> NamedWrites | None:
+        """Name this rank's updates, if other runs may write to the same rows; else None."""
+        return None
+
+    def records(self, records: Sequence[Any] | None) -> AbstractContextManager[Any]:
+        """Name the updates inside it by their records, if they have any."""
+        return nullcontext()
 
     def close(self) -> None:
-        if self.client is not None:
-            self.client.close()
+        """Close the connections to servers."""
+
+
+def source_name(rank: int, world: int) -> str:
+    """The name of a rank as a source of rows, in exports and pushes. Rank 0 is also the source of the weights."""
+    return "trainer" if world == 1 else f"trainer_{rank}"
 
 
 def target_of(table: Any) -> Target:
@@ -253,28 +263,6 @@ def ways_of(config: Config, ranks: Ranks) -> dict[str, str]:
     return ranks.from_first(planned)
 
 
-def pooling_of(config: Config) -> dict[str, Pooling]:
-    """How the features of a run are pooled, in the order of the data."""
-    where = {feature: one.config for one in config.tables() for feature in one.features}
-    made = {}
-    for feature in config.data.schema().sparse:
-        own = config.table.of_feature(feature)
-        table = where[feature]
-        made[feature] = Pooling(table=table.name, dim=table.dim, combiner=own.combiner, max_length=own.length)
-    return made
-
-
-def served_features(config: Config) -> ServedFeatures:
-    """How servers turn raw values into the model's inputs, as the run's reader does."""
-    form, schema = config.data.make_format(), config.data.schema()
-    if config.data.format in ("example", "example_batch"):  # their records contain ids
-        schema = replace(schema, raw=True)
-    separator = str(getattr(form, "separator", "") or "")
-    lists = bool(getattr(form, "lists", False)) or (config.data.format == "tfrecord")
-    lists = lists or (bool(form.ragged) and not separator and not schema.native().listed)
-    return ServedFeatures(schema=schema, pooling=pooling_of(config), lists=lists, separator=separator)
-
-
 def _about(one: PlannedTable) -> dict[str, Any]:
     config = one.config
     return {"name": config.name, "features": list(one.features), "dim": config.dim, "optimizer": config.optimizer}
@@ -284,13 +272,3 @@ def _filter(given: TableConfig) -> Any:
     from shoal.sharded.ps.server.table_spec import build_filter
 
     return build_filter(given.filter(), given.name)
-
-
-def _addresses(given: Sequence[str], deadline_s: float) -> Sequence[str]:
-    """The addresses of servers; a single ``REGISTRY#GROUP`` such as ``zk://host:2181#ctr`` gives those of the group."""
-    registry, _, group = given[0].partition("#")
-    if len(given) > 1 or not registry.startswith(("zk://", "dir:")):
-        return given
-    from shoal.serving.cluster.discovery.leaders import group_addresses
-
-    return group_addresses(registry, group or "ps", deadline_s=deadline_s)
