@@ -2,13 +2,14 @@
 #include "table/write.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include "core/hash.h"
 #include "core/thread_pool.h"
 #include "table/budget/newcomer.h"
 #include "table/contents.h"
+#include "table/occurrences.h"
+#include "table/partition.h"
 #include "table/rounds.h"
 #include "table/rows/codec.h"
 
@@ -256,73 +257,12 @@ void Table::write_postponed(const Write& write, std::vector<Newcomer>& postponed
   for (size_t i = 0; i < found.size(); ++i) finish(postponed[i].place, found[i]);
 }
 
-namespace {
-
-// The distinct ids of a batch in the order of their first occurrences, and the occurrences of each, chained in order.
-class Distinct {
- public:
-  // position(k) is the place in `ids` of the k-th of n occurrences, which is skipped if drop[position(k)].
-  template <class Position>
-  void find(const int64_t* ids, int64_t n, const uint8_t* drop, Position position) {
-    const size_t mask = std::bit_ceil(static_cast<size_t>(2 * n)) - 1;
-    // An entry is a group's number + 1 in the low bits and, above it, as many bits of the hash as fit.
-    const int bits = std::bit_width(static_cast<uint64_t>(n));
-    const uint32_t low = static_cast<uint32_t>((uint64_t{1} << bits) - 1);
-    entries_.assign(mask + 1, 0);
-    if (next_.size() < static_cast<size_t>(n)) {
-      for (auto* array : {&next_, &first_, &last_}) array->resize(static_cast<size_t>(n));
-      ids_.resize(static_cast<size_t>(n));
-    }
-    size_ = 0;
-    for (int64_t k = 0; k < n; ++k) {
-      const int64_t at = position(k);
-      if (drop && drop[at]) continue;
-      const int64_t id = ids[at];
-      const uint64_t hash = hash_of(id);
-      const auto tag = static_cast<uint32_t>(hash >> 22) & ~low;
-      size_t slot = hash & mask;
-      uint32_t entry;
-      while ((entry = entries_[slot]) && ((entry & ~low) != tag || ids_[(entry & low) - 1] != id))
-        slot = (slot + 1) & mask;
-      next_[k] = kNone;
-      if (entry) {
-        const uint32_t group = (entry & low) - 1;
-        next_[last_[group]] = static_cast<uint32_t>(k);
-        last_[group] = static_cast<uint32_t>(k);
-      } else {
-        ids_[size_] = id;
-        first_[size_] = last_[size_] = static_cast<uint32_t>(k);
-        entries_[slot] = tag | static_cast<uint32_t>(++size_);
-      }
-    }
-  }
-
-  static constexpr uint32_t kNone = 0xFFFFFFFFu;
-  int64_t size() const { return size_; }
-  const int64_t* ids() const { return ids_.data(); }
-  uint32_t first(int64_t group) const { return first_[group]; }
-  uint32_t next(uint32_t k) const { return next_[k]; }
-
-  // Frees memory that only a much larger batch needs.
-  void trim() {
-    if (next_.size() > kKept) *this = Distinct();
-  }
-
- private:
-  static constexpr size_t kKept = size_t{1} << 18;
-  std::vector<uint32_t> entries_, next_, first_, last_;
-  std::vector<int64_t> ids_;
-  int64_t size_ = 0;
-};
-
-}  // namespace
-
 // Gradients with dedup: those of equal ids are summed in input order, for one optimizer step.
 void Table::write_groups(const Write& write, const uint32_t* positions, int64_t n, uint64_t owned) {
   const int32_t dim = layout_.dim;
   const Gradients& gradients = write.gradients;
   auto position = [&](int64_t k) { return positions ? int64_t{positions[k]} : k; };
-  thread_local Distinct distinct;
+  thread_local Occurrences distinct;
   distinct.find(write.ids, n, write.drop, position);
 
   std::vector<float> scratch(static_cast<size_t>(3 * dim));
@@ -347,9 +287,9 @@ void Table::write_groups(const Write& write, const uint32_t* positions, int64_t 
       count.made += created;
       const uint32_t first = distinct.first(chunk + i);
       const float* grads = value(first, sum);
-      if (uint32_t k = distinct.next(first); k != Distinct::kNone) {
+      if (uint32_t k = distinct.next(first); k != Occurrences::kNone) {
         if (grads != sum) std::memcpy(sum, grads, 4 * static_cast<size_t>(dim));
-        for (; k != Distinct::kNone; k = distinct.next(k)) SHOAL_DISPATCH(add)(value(k, product), dim, sum);
+        for (; k != Occurrences::kNone; k = distinct.next(k)) SHOAL_DISPATCH(add)(value(k, product), dim, sum);
         grads = sum;
       }
       if (created) fresh_row(ids[i], row);
@@ -419,67 +359,6 @@ void Table::begin(Write& write) {
   write.moment =
       write.restored ? eviction_->moment() : eviction_->begin_call(static_cast<uint32_t>(write.now_s), expected_);
 }
-
-namespace {
-
-// The positions of a batch, grouped by the part that owns their stripe and in input order within a part.
-class Partition {
- public:
-  Partition(const int64_t* ids, int64_t n, int parts)
-      : ids_(ids),
-        n_(n),
-        owned(static_cast<size_t>(parts), 0),
-        begins(static_cast<size_t>(parts) + 1, 0),
-        positions_(static_cast<size_t>(n) * sizeof(uint32_t)) {
-    // Neighbouring stripes with about equal shares of the ids.
-    for (int cell = 0; cell < Stripes::kCells; ++cell) {
-      part_of_cell_[cell] = static_cast<uint8_t>(kStripesOfCells.part(cell, parts));
-      owned[part_of_cell_[cell]] |= uint64_t{1} << kStripesOfCells.of_cell[cell];
-    }
-    offsets_.resize(static_cast<size_t>(blocks() * parts));
-  }
-
-  // Blocks of the input are counted first; then each knows where it may write.
-  int64_t blocks() const { return (n_ + kBlock - 1) / kBlock; }
-  void count(int64_t block) {
-    int64_t* counts = &offsets_[static_cast<size_t>(block) * owned.size()];
-    for (int64_t i = block * kBlock; i < std::min(n_, (block + 1) * kBlock); ++i) ++counts[part_of(i)];
-  }
-  void place() {
-    for (size_t p = 0; p < owned.size(); ++p) {
-      int64_t at = begins[p];
-      for (int64_t block = 0; block < blocks(); ++block)
-        at += std::exchange(offsets_[static_cast<size_t>(block) * owned.size() + p], at);
-      begins[p + 1] = at;
-    }
-  }
-  void fill(int64_t block) {
-    int64_t* next = &offsets_[static_cast<size_t>(block) * owned.size()];
-    uint32_t* positions = positions_.as<uint32_t>();
-    for (int64_t i = block * kBlock; i < std::min(n_, (block + 1) * kBlock); ++i)
-      positions[next[part_of(i)]++] = static_cast<uint32_t>(i);
-  }
-
-  const uint32_t* positions(size_t part) const { return positions_.as<uint32_t>() + begins[part]; }
-
- private:
-  static constexpr int64_t kBlock = 16384;
-  int part_of(int64_t i) const { return part_of_cell_[hash_of(ids_[i]) >> (64 - Index::kStripeBits)]; }
-
-  const int64_t* ids_;
-  int64_t n_;
-  uint8_t part_of_cell_[Stripes::kCells];
-  std::vector<int64_t> offsets_;
-
- public:
-  std::vector<uint64_t> owned;  // the stripes of each part
-  std::vector<int64_t> begins;  // where its positions begin
-
- private:
-  Scratch positions_;
-};
-
-}  // namespace
 
 // Threads share the tables, and a large batch of one table is cut into parts that own disjoint stripes.
 void Table::write_all(std::span<Write> writes) {
