@@ -7,20 +7,26 @@ import time
 from pathlib import Path
 
 from shoal.comm.ranks.ranks import Ranks
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShoalError
 from shoal.serving.cluster.rollout import newest_version
 from shoal.train.loop.config import Config
 from shoal.train.loop.export import remove_drafts, write_export
 from shoal.train.loop.learner import Learner
+from shoal.train.loop.measure.reporter import Reporter
+from shoal.train.loop.progress import Progress
+from shoal.train.loop.publish import Publishing
 from shoal.train.loop.rows.features import served_features
-from shoal.train.loop.saving import Progress, why_not_writable
+from shoal.train.loop.saving import why_not_writable
 
 
 class Exports:
-    """The exports of a run. All ranks must call its methods together, except `wants` and `has`."""
+    """The exports of a run. All ranks must call its methods together, except `wants`."""
 
-    def __init__(self, config: Config, ranks: Ranks, learner: Learner) -> None:
+    def __init__(
+        self, config: Config, ranks: Ranks, learner: Learner, publishing: Publishing, reporter: Reporter
+    ) -> None:
         self.config, self.ranks, self.learner = config, ranks, learner
+        self.publishing, self.reporter = publishing, reporter
         self.newest: str | None = None
         """The path of this run's last export into ``[serve] dir``."""
         self._step = -1
@@ -52,9 +58,31 @@ class Exports:
     def _old_enough(self) -> bool:
         return time.monotonic() - self._at >= self.config.serve.every_s
 
-    def has(self, step: int) -> bool:
-        """Whether this run's last export is of ``step``."""
-        return self._step == step
+    def make(self, at: Progress, *, last: bool = False, replace: bool = False) -> None:
+        """Export into ``[serve] dir``, if it is set. A failure is reported; for the last export it raises.
+
+        Args:
+            last: whether the run ends with it.
+            replace: whether to export again if there is an export of this step.
+        """
+        serve = self.config.serve
+        if serve.dir is None or (self._step == at.step and not replace):
+            return
+        if last and serve.when_better and not replace and self.newest is not None:
+            return  # training after the best evaluation is not exported
+        if last and serve.when_better and at.best is None:
+            self.reporter.note("[serve] when_better: there was no evaluation, so nothing was exported")
+            return
+        begun = time.perf_counter()
+        try:
+            path = self.write(at)
+        except (OSError, ShoalError) as error:
+            if last:
+                raise
+            self.reporter.failed("export", f"the export of step {at.step:,} failed ({error}); the run continues")
+            return
+        self.publishing.exported(int(os.path.basename(path)), at.stamp)
+        self.reporter.exported(step=at.step, path=path, seconds=time.perf_counter() - begun)
 
     def write(self, at: Progress, folder: str | None = None, model: str | None = None) -> str:
         """Export the current model into a folder, by default ``[serve] dir``; return the version's path."""

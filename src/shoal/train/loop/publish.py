@@ -16,7 +16,7 @@ from shoal.train.loop.rows.rows import Rows, source_name
 
 if TYPE_CHECKING:
     from shoal.serving.sync.publish import Publication
-    from shoal.train.loop.saving import Progress
+    from shoal.train.loop.progress import Progress
 
 LAST_S = 60.0  # how long to wait at the end until replicas have the last changes
 AGAIN_S = 0.05  # how long to wait before trying again when the previous round is still being sent

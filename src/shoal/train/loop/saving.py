@@ -1,14 +1,14 @@
-"""The progress of a run, and how checkpoints save and restore it."""
+"""`Saver`: writes the checkpoints of a run, and resumes from them."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import ExitStack
+from dataclasses import asdict, fields
 from functools import cached_property
 from typing import Any
 
@@ -22,57 +22,20 @@ from shoal.train.loop import checkpoint
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
 from shoal.train.loop.guard.guard import clear_trip
-from shoal.train.loop.guard.rollback import folder_aside, forget_rollback, rolled_back
+from shoal.train.loop.guard.rollback import folder_aside, forget_rollback, rolled_back, running
 from shoal.train.loop.hooks import SaveTimer
+from shoal.train.loop.progress import Progress
 from shoal.train.loop.rows.features import served_features
 from shoal.train.loop.rows.rows import Rows
 
-
-@dataclass(slots=True)
-class Progress:
-    """The state of a run that a checkpoint keeps."""
-
-    step: int = 0
-    samples: int = 0
-    started_s: int = field(default_factory=lambda: int(time.time()))
-    best: float | None = None
-    """The best evaluation so far; higher is better."""
-    since_best: int = 0
-    kept_step: int | None = None
-    """The step of the best model that has a checkpoint. That checkpoint is kept in addition to the newest ones."""
-    kept_value: float | None = None
-    """The evaluation of that step; higher is better."""
-    restored: bool = False
-    """Whether rows and weights are those of ``kept_step`` rather than those of ``step``."""
-    epoch: int = 0
-    """The epoch whose end has not been evaluated yet."""
-    name: str = field(default_factory=lambda: secrets.token_hex(8))
-    """The name under which parameter servers keep their checkpoints; the first rank's is used."""
-    run: int = field(default_factory=new_run, compare=False)
-    """The run in `Stamp`s: a new one at each start, the same on all ranks."""
-    base: Stamp | None = None
-    """The stamp of the checkpoint that this start resumed from; None if it began without one."""
-
-    other_changes: int = 0
-    """The number of changes outside of steps, such as removing expired rows. Stamps count them as well."""
-
-    @property
-    def stamp(self) -> Stamp:
-        """The stamp of the current rows and weights."""
-        return Stamp(self.run, self.step + self.other_changes)
-
-    def judge(self, value: float) -> bool:
-        """Record an evaluation; return whether it is the best so far. NaN never is."""
-        is_best = value > (float("-inf") if self.best is None else self.best)
-        if is_best:
-            self.best, self.since_best = value, 0
-        else:
-            self.since_best += 1
-        return is_best
+_ENDING_S = 10.0  # how long a run that was stopped or killed just now may still hold its folder
 
 
 class Saver:
-    """The checkpoints of a run in ``out.dir``. All ranks must call its methods together, except `wants` and `has`."""
+    """The checkpoints of a run in ``out.dir``.
+
+    All ranks must call its methods together, except `wants`, `has` and `release`.
+    """
 
     def __init__(
         self, config: Config, ranks: Ranks, rows: Rows, note: Callable[[str], None], timer: SaveTimer | None = None
@@ -88,11 +51,36 @@ class Saver:
         self.rolled_back = False
         """Whether the run resumed from a checkpoint that `shoal rollback` chose."""
         self._damaged: set[int] = set()
+        self._lock, self._alone = ExitStack(), False
         self.pinned: Callable[[], list[int]] = list
         """Returns the steps whose checkpoints must be kept in addition to the newest ones."""
         why = ranks.from_first(why_not_writable(self.directory) if ranks.first else None)
         if why:
             raise ConfigError(f"[out] dir: checkpoints cannot be written to {self.directory!r} ({why})")
+
+    def hold(self, *, must: bool) -> None:
+        """Lock the folder until `release`: two runs would remove each other's checkpoints.
+
+        Raises:
+            ConfigError: with ``must``, if another run has the lock.
+        """
+        if self._alone:
+            return
+        self._lock.close()
+        alone = None
+        if self.ranks.first:
+            alone = self._lock.enter_context(running(self.directory, wait_s=_ENDING_S if must else 0.0))
+        self._alone = self.ranks.from_first(alone)
+        if must and not self._alone:
+            raise ConfigError(
+                f"[out] dir: another run uses {self.directory!r}; stop it first, or set another folder (--out) for this"
+                " run"
+            )
+
+    def release(self) -> None:
+        """Unlock the folder."""
+        self._lock.close()
+        self._alone = False
 
     # --- saving -------------------------------------------------------------------------------------------------------
 

@@ -16,14 +16,12 @@ from shoal.comm.ranks.ranks import Ranks
 from shoal.comm.ranks.torch_ranks import start_ranks
 from shoal.data.samples import Samples
 from shoal.data.stream import Batch
-from shoal.errors import ConfigError, ShoalError
 from shoal.observe.endpoint import HttpPort
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
 from shoal.train.loop.exporting import Exports
 from shoal.train.loop.guard.config import GuardConfig
 from shoal.train.loop.guard.guard import Guard
-from shoal.train.loop.guard.rollback import running
 from shoal.train.loop.hooks import Hooks, SaveTimer, TrainContext, make_hooks
 from shoal.train.loop.learner import Learner
 from shoal.train.loop.machine import fair_threads
@@ -32,13 +30,12 @@ from shoal.train.loop.measure.evaluation import evaluate
 from shoal.train.loop.measure.report import Report, verdict
 from shoal.train.loop.measure.reporter import Reporter
 from shoal.train.loop.measure.summaries import Summaries
+from shoal.train.loop.progress import Progress
 from shoal.train.loop.publish import Publishing
 from shoal.train.loop.reading import Epochs, Feed, Reading, Wishes
 from shoal.train.loop.rows.writes import NamedWrites
-from shoal.train.loop.saving import Progress, Saver
+from shoal.train.loop.saving import Saver
 from shoal.train.loop.warm_start import warm_start
-
-_ENDING_S = 10.0  # how long a run that was stopped or killed just now may still hold its folder
 
 
 class Trainer:
@@ -80,12 +77,10 @@ class Trainer:
         self.learner = Learner(config, self.ranks, self.reporter.note)
         self.model, self.optimizer, self.rows = self.learner.model, self.learner.optimizer, self.learner.rows
         self.metrics = self.learner.metrics
-        self._expires = config.expires()
         self.save_timer = SaveTimer()
-        self.publishing: Any = None
         self._opened = ExitStack()
-        self._lock, self._alone = self._opened.enter_context(ExitStack()), False
-        self.reading: Any = None
+        self._opened.callback(self.ranks.close)
+        self._opened.callback(self.rows.close)
         try:
             self.hooks = Hooks(make_hooks([*train.hooks, *hooks], self), self._context())
             self.hooks.begin()
@@ -104,6 +99,7 @@ class Trainer:
         config = self.config
         self.at = Progress()
         self.reading = Reading(config, self.ranks, self.reporter, self._bad_reporter)
+        self._opened.callback(self.reading.close)
         self.stream = self.reading.train
         if self.reading.live is not None:
             self.reading.live.stopped = self.stop
@@ -119,7 +115,8 @@ class Trainer:
         self.resumed: str | None = None
         if config.out.dir is not None:
             self.saver = Saver(config, self.ranks, self.rows, self.reporter.note, self.save_timer)
-            self._hold_folder(must=fresh)
+            self._opened.callback(self.saver.release)
+            self.saver.hold(must=fresh)
             self.resumed = None if fresh else self._resume(self.saver)
         if init_from is not None:
             self._init_from(init_from)
@@ -128,31 +125,13 @@ class Trainer:
         self._writes = self._name_writes()
         self.at.run = self.ranks.from_first(self.at.run)
         self.publishing = Publishing(config, self.ranks, self.rows, self.model, lambda: self.at, self.reporter.note)
-        self.exports = Exports(config, self.ranks, self.learner)
+        self._opened.callback(self.publishing.close)
+        self.exports = Exports(config, self.ranks, self.learner, self.publishing, self.reporter)
         self.guard = self._make_guard()
         self._page: HttpPort | None = None
         if config.out.page is not None and self.ranks.first:
             self._page = HttpPort(config.out.page, self._shown, config.out.security()).start()
             self._opened.callback(self._page.stop)
-
-    def _hold_folder(self, *, must: bool) -> None:
-        """Lock ``[out] dir`` until the run has ended: two runs would remove each other's checkpoints.
-
-        Raises:
-            ConfigError: with ``must``, if another run has the lock.
-        """
-        folder = self.config.out.dir
-        if folder is None or self._alone:
-            return
-        self._lock.close()
-        alone = None
-        if self.ranks.first:
-            alone = self._lock.enter_context(running(folder, wait_s=_ENDING_S if must else 0.0))
-        self._alone = self.ranks.from_first(alone)
-        if must and not self._alone:
-            raise ConfigError(
-                f"[out] dir: another run uses {folder!r}; stop it first, or set another folder (--out) for this run"
-            )
 
     def _trip(self) -> str:
         """Why the guard has stopped pushes and exports; "" if it has not."""
@@ -195,7 +174,8 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or until ``stop``; return the last report, with the reason why the run ended."""
-        self._hold_folder(must=True)
+        if self.saver is not None:
+            self.saver.hold(must=True)
         parameters = sum(p.numel() for p in self.model.parameters())
         self.reporter.start(
             step=self.at.step, resumed=self.resumed, world=self.ranks.world_size, model=self.config.model.name,
@@ -229,15 +209,15 @@ class Trainer:
         path = self._save(last=True, replace=replace)
         if allowed:
             self.publishing.finish()
-            self._export(last=True, replace=replace)
+            self.exports.make(self.at, last=True, replace=replace)
         result = (
             self._values() | verdict(self.config.eval, self.at) | {"why": why, "seconds": seconds, "checkpoint": path}
         )
         result["samples_per_s"] = (self.at.samples - first) / seconds if seconds else math.nan
         self.hooks.end()
         self.summaries.close()
-        self._lock.close()
-        self._alone = False
+        if self.saver is not None:
+            self.saver.release()
         self.reporter.end(**result)
         return result
 
@@ -248,7 +228,7 @@ class Trainer:
         mark, mark_samples = time.perf_counter(), at.samples
         rolled_back = self.saver is not None and self.saver.rolled_back
         if self.ranks.from_first((self.exports.first_due or rolled_back) and self.guard.allows(at.step)):
-            self._export()  # so that replicas do not start from a version that was rolled back
+            self.exports.make(self.at)  # so that replicas do not start from a version that was rolled back
         while at.epoch < self.reading.epochs:
             if config.train.max_steps is not None and at.step >= config.train.max_steps:
                 return "max_steps"
@@ -288,7 +268,7 @@ class Trainer:
             if save:
                 self._save()
             if wishes.export:
-                self._export()
+                self.exports.make(self.at)
         self._exhausted = True
         return "finished"
 
@@ -342,19 +322,8 @@ class Trainer:
         for batch in batches:
             if batch is not None:
                 self._last_batch = batch
-                self._set_time(batch.samples)
+                self.rows.set_time(batch.samples, self.at.started_s)
             yield None if batch is None else batch.samples
-
-    def _set_time(self, samples: Samples) -> None:
-        """Set the write time of the rows of this step."""
-        if not len(samples):
-            return
-        if samples.time is not None:
-            self.rows.now_s = max(self.rows.now_s, int(samples.time.max()))
-        elif self._expires:
-            self.rows.now_s = int(time.time())
-        else:
-            self.rows.now_s = self.at.started_s  # also after the run was resumed
 
     def _after_run(self, total: int, stop: bool, save: bool) -> tuple[bool, bool]:
         """Call the hooks after a step; return whether to stop and whether to save, the same on all ranks."""
@@ -387,7 +356,7 @@ class Trainer:
         if is_best and (self.config.eval.patience or self.config.out.keep_best) and self.saver is not None:
             self._keep_best()
         if is_best and self.exports.wants_better() and self.ranks.from_first(self.guard.allows(self.at.step)):
-            self._export()
+            self.exports.make(self.at)
         return self._out_of_patience()
 
     def _out_of_patience(self) -> bool:
@@ -467,36 +436,6 @@ class Trainer:
         self.hooks.after_save(self.at.step)
         return self.saver.newest
 
-    # --- exports ------------------------------------------------------------------------------------------------------
-
-    def export(self, dir: str | None = None, *, model: str | None = None) -> str:
-        """Write the current model for `shoal serve` into a folder, by default ``[serve] dir``; return its path.
-
-        All ranks must call it together. The version takes raw features and ids, and appears once it is complete.
-        """
-        return self.exports.write(self.at, dir, model)
-
-    def _export(self, *, last: bool = False, replace: bool = False) -> None:
-        """Export into ``[serve] dir``, if it is set. A failure is reported; for the last export it raises."""
-        serve = self.config.serve
-        if serve.dir is None or (self.exports.has(self.at.step) and not replace):
-            return
-        if last and serve.when_better and not replace and self.exports.newest is not None:
-            return  # training after the best evaluation is not exported
-        if last and serve.when_better and self.at.best is None:
-            self.reporter.note("[serve] when_better: there was no evaluation, so nothing was exported")
-            return
-        begun = time.perf_counter()
-        try:
-            path = self.exports.write(self.at)
-        except (OSError, ShoalError) as error:
-            if last:
-                raise
-            self.reporter.failed("export", f"the export of step {self.at.step:,} failed ({error}); the run continues")
-            return
-        self.publishing.exported(int(os.path.basename(path)), self.at.stamp)
-        self.reporter.exported(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
-
     def _start_fresh(self, saver: Saver) -> None:
         moved = saver.start_over()
         self.reading.forget()
@@ -527,15 +466,18 @@ class Trainer:
             self.metrics.load(snapshot.metrics)
         return saver.newest
 
+    # --- exports ------------------------------------------------------------------------------------------------------
+
+    def export(self, dir: str | None = None, *, model: str | None = None) -> str:
+        """Write the current model for `shoal serve` into a folder, by default ``[serve] dir``; return its path.
+
+        All ranks must call it together. The version takes raw features and ids, and appears once it is complete.
+        """
+        return self.exports.write(self.at, dir, model)
+
     def close(self) -> None:
         """Close the connections to replicas, servers and ranks."""
         self._opened.close()
-        if self.publishing is not None:
-            self.publishing.close()
-        if self.reading is not None:
-            self.reading.close()
-        self.rows.close()
-        self.ranks.close()
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from shoal.comm.ranks.ranks import Ranks
 from shoal.train.loop.config import EvalConfig
 from shoal.train.loop.machine import resident_bytes
 from shoal.train.loop.measure.metrics import Metrics, merged
+from shoal.train.loop.progress import Progress
 from shoal.train.loop.rows.rows import Rows
-from shoal.train.loop.saving import Progress
 
 
 class Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,12 @@ from shoal.table.table import HashTable
 from shoal.train.loop.checkpoint import Target
 from shoal.train.loop.config import Config
 from shoal.train.loop.export import ExportedRows
+from shoal.train.loop.progress import Progress
 from shoal.train.loop.rows.features import pooling_of
 from shoal.train.loop.table_config import PlannedTable, TableConfig
 
 if TYPE_CHECKING:
     from shoal.train.loop.rows.writes import NamedWrites
-    from shoal.train.loop.saving import Progress
 
 
 class Rows(nn.Module):
@@ -46,6 +47,7 @@ class Rows(nn.Module):
         self.now_s = 0
         """The time of writes, from which rows expire."""
         self._config, self._ranks, self._note = config, ranks, note
+        self._expires = config.expires()
         self._targets: list[Target] = []
         self._ragged = bool(config.data.make_format().ragged)
         self.together = self._over_ranks()
@@ -85,6 +87,20 @@ class Rows(nn.Module):
     def keepers(self) -> list[TableKeeper]:
         """The keepers of the tables, in their order."""
         return [keeper_of(table) for table in self.tables.values()]
+
+    def set_time(self, samples: Samples, started_s: int) -> None:
+        """Set the time of the next writes: that of the newest sample, else the current time, or the run's start.
+
+        Args:
+            started_s: when the run was started first. Used if neither samples have times nor rows expire, so that
+                equal runs write equal rows.
+        """
+        if not len(samples):
+            return
+        if samples.time is not None:
+            self.now_s = max(self.now_s, int(samples.time.max()))
+        else:
+            self.now_s = int(time.time()) if self._expires else started_s
 
     # --- all ranks together -------------------------------------------------------------------------------------------
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.errors import ConfigError, DeadlineError, UnsupportedError
 from shoal.stamps import Stamp
 from shoal.table.config.optim import Sgd
 from shoal.table.table import HashTable
 from shoal.train.loop.export import ExportedRows, Page
+from shoal.train.loop.progress import Progress
 from shoal.train.loop.rows.rows import Rows
 from shoal.train.loop.rows.writes import NamedWrites
-
-if TYPE_CHECKING:
-    from shoal.train.loop.saving import Progress
 
 _AT_ONCE = timedelta(seconds=5)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.train.loop.config import TrainConfig
-from shoal.train.loop.saving import Progress
+from shoal.train.loop.progress import Progress
 
 
 class NamedWrites:
