@@ -71,6 +71,14 @@ def test_what_is_not_a_manifest_is_refused(tmp_path, text):
         read_saved(tmp_path / "m")
 
 
+def test_a_file_too_large_for_a_manifest_is_not_said_to_be_something_else(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.durable.manifest.MAX_BYTES", 10)
+    (tmp_path / "m").write_text(json.dumps({"kind": "full"}))
+    with pytest.raises(DataError) as caught:
+        read_saved(tmp_path / "m")
+    assert str(caught.value) == f"{tmp_path / 'm'} has more than 10 bytes, so it is not a manifest"
+
+
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/../../b", "", "a//b", "."])
 def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path, name):
     write_saved(tmp_path / "m", {}, {name: (1, 1)})

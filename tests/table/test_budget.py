@@ -244,6 +244,8 @@ def test_an_evicted_id_starts_as_new():
     [
         ({"max_rows": 0}, r"max_rows must be 1\.\.4294967280, got 0"),
         ({"max_bytes": "8XB"}, "text such as '8GiB' or '500MB', got '8XB'"),
+        ({"max_bytes": 0}, "max_bytes must be above 0 and below 4611686018427387904 bytes, got 0"),
+        ({"max_bytes": "9999999TiB"}, "below 4611686018427387904 bytes, got '9999999TiB'"),
         ({"max_bytes": "10KiB"}, "max_bytes must be at least 160 KiB"),
         ({"evict": "lru"}, "needs max_rows or max_bytes"),
         ({"max_rows": 1, "evict": "mru"}, "evict must be one of .*, got 'mru'"),

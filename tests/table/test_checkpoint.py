@@ -400,7 +400,8 @@ def test_a_checkpoint_without_a_scale_is_restored_and_a_damaged_one_is_refused(t
         hash_net_table("g").restore(str(tmp_path / "t"))
     (tmp_path / "t.manifest").unlink()  # as if another program had written the rest
     scales = '{"format": "shoal.scales", "version": 1, "scales": {"h": [%s]}}'
-    for content in ("", "{}", "[]", scales % "1", scales % "1, NaN", scales % f"1, 1{'0' * 400}", "\udcff"):
+    large = [scales % f"1, 1{'0' * digits}" for digits in (400, 5000)]  # json refuses the second with a ValueError
+    for content in ("", "{}", "[]", scales % "1", scales % "1, NaN", *large, "\udcff"):
         sidecar.write_bytes(content.encode("utf-8", "surrogateescape"))
         with pytest.raises(DataError, match=r"table 'g': .*scale"):
             hash_net_table("g").restore(str(tmp_path / "t"))

@@ -162,7 +162,7 @@ def _read_json(where: str) -> dict[str, Any]:
         if len(data) > MAX_BYTES:
             raise DataError(f"{where} has more than {MAX_BYTES} bytes, so it is not a manifest")
         content = json.loads(data)
-    except FileNotFoundError:
+    except (FileNotFoundError, DataError):
         raise
     except OSError as error:
         raise DataError(f"{where} cannot be read: {error.strerror}") from error

@@ -4,6 +4,8 @@ Small tables evict exactly the rows that their policy names. In large tables, wh
 an id replaces one in its buckets.
 """
 
+import threading
+
 import pytest
 import torch
 
@@ -181,6 +183,48 @@ def test_what_leaves_can_be_had():
     assert len(evicted.take().ids) == 0
     stats = table.eviction_stats()
     assert (stats.evicted, stats.created, stats.hits, stats.age_max_s, stats.age_min_s) == (3, 5, 0, 20, 0)
+
+
+def test_a_compiled_step_sets_scores():
+    table = make(max_rows=20, evict="score")
+    ids = torch.tensor([1, 2, 3], device=table.device)
+
+    def step(scores):
+        table.apply_gradients(ids, torch.ones(3, 2, device=ids.device), enable_dedup=True, scores=scores)
+        return table.lookup(ids)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for scores, expected in ((torch.tensor([5.0, 1.0, 3.0], device=table.device), [5, 1, 3]), (2.0, [2, 2, 2])):
+        compiled(scores)
+        assert table._scores_before(ids)[0].tolist() == expected
+
+
+def test_no_row_that_leaves_is_missed_while_another_thread_takes_those_before(monkeypatch):
+    table = make(max_rows=4)
+    put(table, 0, 1, 2, 3)
+    written, cat = threading.Event(), torch.cat
+
+    def write():
+        put(table, 4, 5, 6, 7)
+        put(table, 8, 9, 10, 11)
+        written.set()
+
+    writer = threading.Thread(target=write)
+
+    def cat_after_writes(tensors):
+        monkeypatch.setattr(torch, "cat", cat)
+        joined = torch.cat(tensors)
+        writer.start()
+        written.wait(2)  # in vain if the writer has to wait for `take`
+        return joined
+
+    with table.collect_evicted(limit=6) as evicted:
+        monkeypatch.setattr(torch, "cat", cat_after_writes)
+        left = evicted.take()
+        writer.join(60)
+        after = evicted.take()
+    assert left.ids.numel() + left.lost + after.ids.numel() + after.lost == 8
+    assert table.eviction_stats().evicted == 8
 
 
 @pytest.mark.parametrize("policy", POLICIES)

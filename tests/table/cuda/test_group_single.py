@@ -19,6 +19,7 @@ from shoal.table import (
     SlotOccurrenceThresholdConfig,
     create_hash_filter,
 )
+from shoal.table.clock import now
 from shoal.table.cuda.cache import CachedHashTable
 from shoal.table.protocol import SUM, Features, Part, Step, groups_of
 
@@ -69,6 +70,19 @@ def test_rounded_rows_are_a_group_by_their_own_calls(device):
     group.update([Part(found, features, torch.ones(4, 4, device=device))], step=Step(3, lr_scale=(0.5,)))
     plain._apply(ids[:3].cpu(), torch.ones(3, 4), [0.05], 3, True, 0)
     torch.testing.assert_close(table.lookup(ids[:3]).cpu(), plain.lookup(ids[:3].cpu()))
+
+
+def test_the_time_of_the_clock_does_not_move_a_row_back(device):
+    segment = (4, RandomUniformInitializer(), shoal.Sgd(lr=0.1), FixedR8Compressor(1.0))
+    table = HashTable.from_config(config([segment], [0.1]), name="rounded", device="cuda", clocked=True)
+    ((group, _),) = groups_of([table])
+    ids, later = torch.tensor([5, 6], device=device), int(now()) + 3600
+    table.assign(ids[:1], torch.zeros(1, 4, device=device), later)
+    found = group.find(ids, torch.tensor([2]), Features(), missing="initial")
+    group.update([Part(found, Features(), torch.ones(2, 4, device=device))], step=Step(time_s=now()))
+    times = table.fetch_times(ids.cpu()).tolist()
+    assert times[0] == later
+    assert times[1] <= now()
 
 
 def test_a_serving_table_is_read_and_not_updated(device):

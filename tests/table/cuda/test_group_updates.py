@@ -1,5 +1,7 @@
 """A group of GPU tables updates rows like CPU tables one by one, and reports errors."""
 
+import time
+
 import pytest
 import torch
 from gpu_tables import assert_same_rows, config
@@ -8,6 +10,7 @@ from group_batches import FEATURES, MIXED, STEPS, make_batch, one_by_one, read, 
 import shoal
 from shoal.errors import ConfigError
 from shoal.table import (
+    FixedR8Compressor,
     HashTable,
     MultiHashTable,
     RandomUniformInitializer,
@@ -189,6 +192,24 @@ def test_times_are_those_of_the_step(device):
         rows = tables[0]._storage.entries(0)[1]
         assert set(tables[0]._storage.arena.row_times(rows).tolist()) == {seconds}
     assert tables[0].max_update_time == 5000
+
+
+@pytest.mark.parametrize("compressor", [None, FixedR8Compressor(1.0)], ids=["in one launch", "one by one"])
+def test_a_time_that_one_table_refuses_changes_none(compressor, device):
+    made = config([(4, RandomUniformInitializer(), shoal.Sgd(lr=0.1), compressor)], [0.1])
+    tables = [
+        HashTable.from_config(made, name=str(clocked), device="cuda", clocked=clocked) for clocked in (False, True)
+    ]
+    ((group, _),) = groups_of(tables)
+    features = Features((0, 1), (SUM, SUM), (0, 4), 8)
+    ids = torch.arange(4, device=device)
+    found = group.find(ids, torch.tensor([2, 2]), features, missing="zeros")
+    with pytest.raises(ConfigError, match=r"'True'.*at most a day ahead"):
+        group.update(
+            [Part(found, features, torch.ones(4, 4, device=device))], step=Step(time_s=int(time.time()) + 2 * 86400)
+        )
+    assert [table.size() for table in tables] == [0, 0]
+    assert [table.max_update_time for table in tables] == [0, 0]
 
 
 def test_wrong_arguments_are_refused_and_nothing_changes(device):

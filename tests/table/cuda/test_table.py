@@ -259,6 +259,26 @@ def test_bad_gradients_are_refused_or_passed_over(device):
     assert skipping.lookup(ids).view(-1).tolist() == [-1, 0, 0]
 
 
+def test_gradients_that_are_skipped_while_the_count_is_read_are_counted(device, monkeypatch):
+    table = shoal.HashTable(2, device="cuda", on_bad_gradient="skip")
+    ids, bad = torch.tensor([1], device=device), torch.full((1, 2), float("nan"), device=device)
+    read = torch.Tensor.__int__
+
+    def read_then_write(tensor):  # as if another thread wrote
+        monkeypatch.undo()
+        number = read(tensor)
+        table.apply_gradients(ids, bad)
+        return number
+
+    table.apply_gradients(ids, bad)
+    monkeypatch.setattr(torch.Tensor, "__int__", read_then_write)
+    assert table.skipped_gradients == 1
+    assert table.skipped_gradients == 2
+    table.skipped_gradients = 0
+    table.apply_gradients(ids, bad)
+    assert table.skipped_gradients == 1
+
+
 def test_empty_batches_are_legal(device):
     table = shoal.HashTable(3, device="cuda")
     none = torch.empty(0, dtype=torch.int64, device=device)

@@ -46,19 +46,20 @@ def load_scales(basename: StrPath, saved: Saved | None = None) -> Scales:
     """
     path = scales_path(basename)
     saved = saved or find_saved(basename)
-    try:
-        if saved is None:
+    if saved is None:
+        try:
             with open(path, "rb") as file:
                 data = file.read()
-        else:
-            name = os.path.relpath(path, saved.folder or ".")
-            if name not in saved.files:
-                return {}
-            data = saved.read(name)
+        except FileNotFoundError:
+            return {}
+    else:
+        name = os.path.relpath(path, saved.folder or ".")
+        if name not in saved.files:
+            return {}
+        data = saved.read(name)
+    try:
         content = json.loads(data)
-    except FileNotFoundError:
-        return {}
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also for integers of thousands of digits
         raise DataError(f"{path}: not a JSON file: {error}") from error
     if not isinstance(content, dict) or content.get("format") != "shoal.scales" or content.get("version") != 1:
         raise DataError(f"{path} is not a file of scales of version 1")

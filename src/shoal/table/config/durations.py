@@ -54,5 +54,5 @@ def bytes_of(size: Any, what: str) -> int:
     else:
         raise ConfigError(f"{what} must be a number of bytes or text such as '8GiB', got {size!r}")
     if not 0 < count < 1 << 62:
-        raise ConfigError(f"{what} must be above 0 bytes, got {size!r}")
+        raise ConfigError(f"{what} must be above 0 and below {1 << 62} bytes, got {size!r}")
     return int(count)

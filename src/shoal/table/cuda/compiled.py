@@ -39,15 +39,33 @@ def _(ids: Tensor, token: Tensor, table: int, insert_missing: bool, req_time: in
 
 @torch.library.custom_op("shoal::gpu_table_apply", mutates_args=("token",))
 def gpu_table_apply(
-    ids: Tensor, grads: Tensor, token: Tensor, table: int, step: int, dedup: bool, req_time: int, distinct: bool
+    ids: Tensor,
+    grads: Tensor,
+    scores: Tensor | None,
+    token: Tensor,
+    table: int,
+    step: int,
+    dedup: bool,
+    req_time: int,
+    distinct: bool,
 ) -> None:
     """`HashTable.apply_gradients`."""
     seconds = None if req_time == NO_TIME else req_time
-    _tables[table].apply_gradients(ids, grads, step, enable_dedup=dedup, req_time=seconds, distinct=distinct)
+    _tables[table].apply_gradients(
+        ids, grads, step, enable_dedup=dedup, req_time=seconds, scores=scores, distinct=distinct
+    )
 
 
 @gpu_table_apply.register_fake
 def _(
-    ids: Tensor, grads: Tensor, token: Tensor, table: int, step: int, dedup: bool, req_time: int, distinct: bool
+    ids: Tensor,
+    grads: Tensor,
+    scores: Tensor | None,
+    token: Tensor,
+    table: int,
+    step: int,
+    dedup: bool,
+    req_time: int,
+    distinct: bool,
 ) -> None:
     return None

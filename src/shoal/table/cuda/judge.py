@@ -56,7 +56,7 @@ class Judge:
     def __init__(self, name: str, device: torch.device) -> None:
         self._name, self._device = name, device
         self._pending: deque[tuple[Tensor, torch.cuda.Event, str, str]] = deque()
-        self._skipped = 0
+        self._skipped = 0  # to be added to the number on the device, which is never reset: writes may be counting
         self._skipped_on_device: Tensor | None = None
         self.reports: list[GroupReport] = []
         """The reports of groups that contain this table."""
@@ -109,7 +109,7 @@ class Judge:
                 refuse_if(int(count), whose, what)
 
     def skip_counter(self) -> Tensor:
-        """int64 on the device: occurrences skipped since the host last read it. Its address never changes."""
+        """int64 on the device: occurrences skipped so far. Its address never changes."""
         if self._skipped_on_device is None:
             self._skipped_on_device = torch.zeros(1, dtype=torch.int64, device=self._device)
         return self._skipped_on_device
@@ -117,16 +117,14 @@ class Judge:
     @property
     def skipped(self) -> int:
         """Occurrences skipped so far. Waits for the device."""
-        if self._skipped_on_device is not None:
-            self._skipped += int(self._skipped_on_device)
-            self._skipped_on_device.zero_()
-        return self._skipped
+        return self._skipped + self._count_on_device()
 
     @skipped.setter
     def skipped(self, count: int) -> None:
-        self._skipped = count
-        if self._skipped_on_device is not None:
-            self._skipped_on_device.zero_()
+        self._skipped = count - self._count_on_device()
+
+    def _count_on_device(self) -> int:
+        return 0 if self._skipped_on_device is None else int(self._skipped_on_device)
 
 
 def refuse_if(bad: int, whose: str, what: str) -> None:

@@ -209,8 +209,9 @@ class CudaHashTable(StoredTable):
         self.check_trains("apply_gradients")
         if torch.compiler.is_compiling():
             seconds = compiled.NO_TIME if req_time is None else req_time
+            given = None if scores is None else torch.as_tensor(scores, dtype=torch.float32, device=ids.device)
             torch.ops.shoal.gpu_table_apply(
-                ids, grads, self._token, self._handle, global_step, enable_dedup, seconds, distinct
+                ids, grads, given, self._token, self._handle, global_step, enable_dedup, seconds, distinct
             )
             return self
         ids, grads, seconds = self._write_arguments(ids, grads, req_time, "grads")

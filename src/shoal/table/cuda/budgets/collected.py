@@ -36,8 +36,9 @@ class Collected:
         self._table._budget.collected = None
 
     def __len__(self) -> int:
-        self._fetch()
-        return self._size
+        with self._table._storage:  # no write may add rows meanwhile
+            self._fetch()
+            return self._size
 
     def add(self, count: Tensor, ids: Tensor, times: Tensor, words: Tensor) -> None:
         """Adds the rows that left in one call: the first ``count`` of these."""
@@ -65,15 +66,16 @@ class Collected:
 
     def take(self) -> EvictedRows:
         """The rows that have left since the last call, in host memory. Waits for the device."""
-        self._fetch()
         dim, words = self._table.dim_size, self._table._layout.words
         none = (
             torch.empty(0, dtype=torch.int64, device="cpu"),
             torch.empty(0, dtype=torch.int64, device="cpu"),
             torch.empty(0, words, device="cpu"),
         )
-        ids, times, rows = (torch.cat(part) for part in zip(none, *self._on_host, strict=True))
-        lost, self._lost, self._size, self._on_host = self._lost, 0, 0, []
+        with self._table._storage:  # no write may add rows meanwhile
+            self._fetch()
+            ids, times, rows = (torch.cat(part) for part in zip(none, *self._on_host, strict=True))
+            lost, self._lost, self._size, self._on_host = self._lost, 0, 0, []
         if self._table.serving:
             return EvictedRows(ids, self._table.decode_words(rows), rows[:, :0], times, lost)
         return EvictedRows(ids, rows[:, :dim].contiguous(), rows[:, dim:].contiguous(), times, lost)

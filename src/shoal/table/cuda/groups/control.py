@@ -104,8 +104,10 @@ class Control:
 
     def _checked(self, time: Any, seconds: int) -> int:
         """Checks the time with every table, which records it as its latest; returns the seconds."""
-        for table in self._tables:
-            own = table._time(time) if time is not None else seconds if table.clocked else 0
+        times = [
+            table._time(time) if time is not None else seconds if table.clocked else 0 for table in self._tables
+        ]  # all of them first, because any table can refuse the time
+        for table, own in zip(self._tables, times, strict=True):
             if own:
                 self._keep_times(table)
             table._host.raise_max_update_time(int(own))

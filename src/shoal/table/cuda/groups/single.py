@@ -92,14 +92,16 @@ class SingleGroup:
                 grads[number].append(grad)
         self._check(grads)
         scales = [1.0] * len(self.tables) if step.lr_scale is None else [float(x) for x in step.lr_scale]
+        checked = []  # all of them first, because any table can refuse its step
         for table, own, grad, scale in zip(self.tables, ids, grads, scales, strict=True):
-            if not own:
-                continue
-            with self._turn:
+            if own:
                 number = as_int(step.number, table.name, "step.number")
-                time = step.time_s if step.time_s is None else as_int(step.time_s, table.name, "step.time_s")
+                table._check_step(number)
                 rates = [scale * rate for rate in table.rates(number)]
-                ids_of, seconds = torch.cat(own), table._time(time)
+                checked.append((table, own, grad, rates, number, table._time(step.time_s)))
+        for table, own, grad, rates, number, seconds in checked:
+            with self._turn:
+                ids_of = torch.cat(own)
                 scores = table._scores(ids_of, None, seconds)
                 table._apply(ids_of, torch.cat(grad), rates, number, each == "sum", seconds, scores)
 
