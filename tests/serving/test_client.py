@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -72,6 +73,28 @@ def test_what_is_missing_may_be_none_in_columns_of_any_kind():
     assert columns_of({"tags": [None, []]}, forms)["tags"].shape == (2, 0)
 
 
+@pytest.mark.parametrize(
+    ("values", "want"),
+    [
+        ([1 << 40, 5], torch.int32),
+        ([-1], torch.uint8),
+        ([1 << 63], torch.int64),
+        (np.array([300], np.int16), torch.int8),
+    ],
+)
+def test_integers_that_do_not_fit_the_signature_are_sent_as_they_are(values, want):
+    got = columns_of({"x": values}, {"x": Form(want, 1)})["x"]  # the server refuses their dtype
+    assert got.dtype != want
+    assert got.tolist() == list(values)
+
+
+def test_integers_up_to_the_limits_of_the_signature_are_converted():
+    for want in (torch.int32, torch.int64, torch.uint8):
+        limits = torch.iinfo(want)
+        got = columns_of({"x": [limits.min, limits.max]}, {"x": Form(want, 1)})["x"]
+        assert (got.dtype, got.tolist()) == (want, [limits.min, limits.max])
+
+
 def test_empty_lists_become_columns_of_the_dtype_that_the_signature_takes():
     forms = {"ids": Form(torch.int64, 2), "slot": Form(torch.int64, 1)}
     got = columns_of({"ids": [[], []], "slot": []}, forms)
@@ -90,6 +113,10 @@ def test_empty_lists_become_columns_of_the_dtype_that_the_signature_takes():
         ([object()], "object"),
         ([{}], "dict"),
         ([1 << 70], "at most 64 bits, got 1180591620717411303424"),
+        ([1, 1 << 70], "at most 64 bits, got 1180591620717411303424"),
+        ([1, {}], "numbers or texts, got dict"),
+        ([[1, None]], "numbers or texts, got NoneType"),
+        (np.array([1, 2], object), "must have a number dtype, got object"),
         ([1 + 2j], "complex"),
     ],
 )
@@ -141,6 +168,12 @@ def test_the_replica_with_the_least_to_do_is_next_and_one_that_failed_rests():
 )
 def test_only_what_may_succeed_elsewhere_is_tried_again(code, message, again):
     assert may_retry(StatusError(code, message)) is again
+
+
+def test_a_status_error_can_be_caught_where_grpc_is_not_installed():
+    code = "from shoal.serving import StatusError; import sys; print(StatusError(3, 'x'), 'grpc' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT, check=True)
+    assert done.stdout == "x False\n"
 
 
 # --- batching ---------------------------------------------------------------------------------------------------------

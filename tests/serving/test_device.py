@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -16,9 +17,11 @@ import torch
 import shoal
 from shoal.errors import ConfigError, UnsupportedError
 from shoal.serving import ExportMode, Feature, ModelExporter, ModelServer, ModelServerConfig, gen_model_config
+from shoal.serving.export.program_file import load_exported
 from shoal.serving.predict import PREDICT, decode_response, encode_request, model_spec
 from shoal.serving.server.loader import load_servable
 from shoal.serving.server.moments import Fresh
+from shoal.serving.server.net.card import CardNet
 from shoal.serving.server.net.placement import Placement
 from shoal.serving.server.push_log import Mark
 from shoal.serving.server.rest.status_page import snapshot
@@ -257,6 +260,18 @@ def test_graphs_are_captured_at_load_for_every_size(exported):
     weights = {name: value * 2 for name, value in host.program.weights.items()}
     card.program.moments.switch(card.program.bound(weights), {})
     assert card.program.moments.net.sizes == [1, 2, 4, 8, 16, 24]
+
+
+def test_a_capture_that_fails_for_new_weights_leaves_the_net_without_graphs(exported, monkeypatch):
+    def fails(net, rows, like):
+        assert net._graphs is not None
+        net._graphs = None
+
+    monkeypatch.setattr(CardNet, "_capture", fails)
+    net = CardNet(load_exported(exported / "variables" / "program.pt2"), Placement(), graphs=True)
+    net._graphs = {rows: SimpleNamespace(inputs={}) for rows in (1, 2)}
+    other = net.with_weights({name: value * 2 for name, value in net.weights.items()})
+    assert (other.sizes, net.sizes) == ([], [1, 2])
 
 
 class Solver(torch.nn.Module):

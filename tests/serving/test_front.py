@@ -1,6 +1,7 @@
 """The native front end: batches without Python, other calls, overload, clients that misbehave."""
 
 import contextlib
+import gzip
 import json
 import shutil
 import socket
@@ -23,6 +24,7 @@ from shoal.serving.export.manifest import SignatureSpec, TensorSpec
 from shoal.serving.predict import PREDICT, decode_response, encode_request, model_spec
 from shoal.serving.server import admission
 from shoal.serving.server.front import server as front_server
+from shoal.serving.server.front.calls import Refused, _decompress
 from shoal.serving.server.servable import Servable, Signature
 from shoal.serving.tensors import decode_tensor, encode_tensor
 from tests.serving.helpers import eventually
@@ -228,6 +230,17 @@ def test_compression_metadata_sizes_and_deadlines(shared):
     finally:
         model.gate.set()
     assert outputs_of(call(request_of([5.0]), timeout=60))["y"].tolist() == [10.0]
+
+
+def test_a_compressed_message_that_is_cut_off_is_not_called_too_large():
+    packed = gzip.compress(b"x" * 1000)
+    assert len(_decompress(packed, "gzip", 1000)) == 1000
+    for cut in (5, 12, len(packed)):
+        with pytest.raises(Refused, match="not valid gzip: it is cut off") as caught:
+            _decompress(packed[:-cut], "gzip", 1 << 20)
+        assert caught.value.code == 13
+    with pytest.raises(Refused, match="at most 999 bytes"):
+        _decompress(packed, "gzip", 999)
 
 
 def test_a_lane_is_for_those_who_show_a_token():

@@ -149,6 +149,7 @@ def test_typed_lists_are_the_ones_of_the_message():
     assert list(tensor_to_proto(torch.tensor([-3], dtype=torch.int8)).int_val) == [-3]
     assert list(tensor_to_proto(["ä", b"\xff"]).string_val) == ["ä".encode(), b"\xff"]
     assert tensor_to_proto(np.array([1.0])).dtype == 2
+    assert list(tensor_to_proto([1 << 63]).uint64_val) == [1 << 63]
 
 
 def test_strings_come_back_as_an_object_array_of_bytes():

@@ -1,14 +1,12 @@
 """The error that carries a gRPC status, and the codes that serving uses."""
 
+import functools
 from enum import IntEnum
 from typing import Any
-
-import grpc
 
 from shoal.errors import ShoalError
 
 MAX_DETAILS = 2000  # characters of an error; gRPC sends them as a header, which is bounded
-GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Code(IntEnum):
@@ -94,6 +92,14 @@ def from_rpc_error(error: Any) -> StatusError:
     return status
 
 
+@functools.cache
+def grpc_codes() -> dict[int, Any]:
+    """code -> ``grpc.StatusCode``. It imports gRPC, which the rest of this module does without."""
+    import grpc
+
+    return {code.value[0]: code for code in grpc.StatusCode}
+
+
 async def abort(context: Any, error: StatusError) -> Any:
     """End a call of a ``grpc.aio`` server with an error."""
     text = error.message
@@ -101,4 +107,4 @@ async def abort(context: Any, error: StatusError) -> Any:
         text = f"{text[:MAX_DETAILS]} … ({len(text)} characters)"
     if error.metadata:
         context.set_trailing_metadata(error.metadata)
-    await context.abort(GRPC_CODES[error.code], text)
+    await context.abort(grpc_codes()[error.code], text)

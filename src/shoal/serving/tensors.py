@@ -136,6 +136,11 @@ def _first_leaf(value: Any) -> Any:
     return value
 
 
+def native_dtype(array: np.ndarray) -> np.dtype:
+    """The dtype in this machine's byte order; by its size, because torch does not know ``ulonglong``."""
+    return np.dtype(array.dtype.newbyteorder("=").str)
+
+
 def _as_array(tensor: Any) -> tuple[_Kind, tuple[int, ...], np.ndarray]:
     if not isinstance(tensor, torch.Tensor):
         array = np.array(tensor, object) if isinstance(_first_leaf(tensor), str | bytes) else np.asarray(tensor)
@@ -143,7 +148,7 @@ def _as_array(tensor: Any) -> tuple[_Kind, tuple[int, ...], np.ndarray]:
             return _STRING, array.shape, array.reshape(-1)
         if not isinstance(tensor, np.ndarray | np.generic) and array.dtype == np.float64:
             array = array.astype(np.float32)
-        tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), copy=None, order="C"))
+        tensor = torch.from_numpy(np.array(array, dtype=native_dtype(array), copy=None, order="C"))
     kind = _BY_TORCH.get(tensor.dtype)
     if kind is None:
         raise DataError(f"a tensor of {tensor.dtype} has no TensorProto form; convert it, for example with .float()")

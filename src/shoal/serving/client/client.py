@@ -52,7 +52,7 @@ class Client:
     are split, provided the server reports that each output row depends only on its own input row. Calls go to the
     replica with the fewest in progress. A failing or busy replica is skipped and tried again later, within the
     deadline: predictions only read, so they can be repeated. An invalid request fails at once and is not retried.
-    Counters: ``shoal_client_requests``, ``shoal_client_retries_total``, ``shoal_client_errors``; timer:
+    Counters: ``shoal_client_requests``, ``shoal_client_retries``, ``shoal_client_errors``; timer:
     ``shoal_client_latency_seconds``.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from shoal.errors import DataError
 from shoal.proto.serving.tensor_pb2 import SignatureDef
 from shoal.serving.predict import BY_ROW
-from shoal.serving.tensors import NAME_OF_DTYPE, torch_dtype
+from shoal.serving.tensors import NAME_OF_DTYPE, native_dtype, torch_dtype
 
 Column = Any
 """A tensor, or an object array of bytes or str."""
@@ -53,9 +53,9 @@ def forms_of(signature: SignatureDef) -> Forms:
 def columns_of(inputs: Mapping[str, Any], forms: Mapping[str, Form]) -> dict[str, Column]:
     """Convert a user's inputs to columns; a scalar is one row.
 
-    Integers are converted to the signature's dtype. Text stays text, whatever the signature's dtype: servers that have
-    the model's features turn it into ids. Rows of strings with different lengths are padded with "". None is a
-    missing value: "" for strings, NaN for numbers, an empty list for lists.
+    Integers are converted to the signature's dtype if all of them fit. Text stays text, whatever the signature's dtype:
+    servers that have the model's features turn it into ids. Rows of strings with different lengths are padded with "".
+    None is a missing value: "" for strings, NaN for numbers, an empty list for lists.
 
     Raises:
         DataError: a value has no tensor form.
@@ -82,9 +82,19 @@ def _column(alias: str, value: Any, form: Form | None) -> Column:
 
 
 def _is_harmless(column: torch.Tensor, want: torch.dtype) -> bool:
-    """Whether values may be converted to ``want``; fractions are never truncated. Empty lists have no dtype."""
+    """Whether values may be converted to ``want``: fractions are never truncated, integers never wrapped around.
+
+    Empty lists have no dtype.
+    """
     have = column.dtype
-    return not column.numel() or want.is_floating_point or not (have.is_floating_point or have == torch.bool)
+    if not column.numel() or want.is_floating_point:
+        return True
+    if have.is_floating_point or have == torch.bool:
+        return False
+    if want in (have, torch.bool):
+        return True
+    values, limits = column.numpy(), torch.iinfo(want)
+    return bool((values >= limits.min).all() and (values <= limits.max).all())
 
 
 def _as_column(value: Any, text: bool = False) -> Column:
@@ -116,11 +126,13 @@ def _as_column(value: Any, text: bool = False) -> Column:
         array = np.asarray(value)
     if array.dtype.kind in "OSU":
         if bad := [each for each in array.reshape(-1) if not isinstance(each, str | bytes)]:
-            if isinstance(bad[0], int):
-                raise ValueError(f"integers must have at most 64 bits, got {bad[0]}")
-            raise TypeError(f"values must be numbers or texts, got {type(bad[0]).__name__}")
+            if other := [each for each in bad if not isinstance(each, int | float | np.number)]:
+                raise TypeError(f"values must be numbers or texts, got {type(other[0]).__name__}")
+            if large := [each for each in bad if isinstance(each, int) and not -(1 << 63) <= each < 1 << 64]:
+                raise ValueError(f"integers must have at most 64 bits, got {large[0]}")
+            raise TypeError(f"an array of numbers must have a number dtype, got {array.dtype}")
         return array.astype(object).reshape(array.shape or (1,))
-    tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
+    tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=native_dtype(array)))
     if tensor.dtype not in NAME_OF_DTYPE:
         raise TypeError(f"values of {tensor.dtype} cannot be sent; convert them, for example to float32")
     return tensor.reshape(tuple(array.shape) or (1,))

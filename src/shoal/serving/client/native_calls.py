@@ -12,7 +12,7 @@ import grpc
 
 from shoal import _core
 from shoal.serving.security import MAX_MESSAGE_BYTES, ClientSecurity
-from shoal.serving.status import GRPC_CODES
+from shoal.serving.status import grpc_codes
 
 Metadata = Sequence[tuple[str, str]]
 
@@ -27,7 +27,7 @@ class NativeError(grpc.RpcError):
 
     def __init__(self, call: Any) -> None:
         super().__init__(call.details)
-        self._code, self._details, self._metadata = GRPC_CODES.get(call.status), call.details, call.metadata
+        self._code, self._details, self._metadata = grpc_codes().get(call.status), call.details, call.metadata
 
     def code(self) -> grpc.StatusCode:
         return self._code or grpc.StatusCode.UNKNOWN

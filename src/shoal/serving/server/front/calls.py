@@ -251,6 +251,8 @@ def _decompress(data: bytes, encoding: str, limit: int) -> bytes:
         made = unpacker.decompress(data, limit)
     except zlib.error as error:
         raise Refused(Code.INTERNAL, f"the message is not valid {encoding}: {error}") from None
+    if len(made) < limit and not unpacker.eof:
+        raise Refused(Code.INTERNAL, f"the message is not valid {encoding}: it is cut off")
     if unpacker.unconsumed_tail or not unpacker.eof:
         raise Refused(Code.RESOURCE_EXHAUSTED, f"a message must have at most {limit} bytes when decompressed")
     return made

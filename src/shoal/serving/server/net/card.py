@@ -119,7 +119,8 @@ class CardNet:
         if self._graphs is not None:
             other._graphs = {}
             for rows, graph in sorted(self._graphs.items()):
-                other._capture(rows, graph.inputs)
+                if other._graphs is not None:  # a failed capture disables graphs
+                    other._capture(rows, graph.inputs)
         return other
 
     def __call__(self, **inputs: torch.Tensor) -> Any:
