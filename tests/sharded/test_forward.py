@@ -8,7 +8,7 @@ import torch
 
 import shoal
 from shoal.errors import ConfigError, UnsupportedError
-from shoal.sharded import Engine, ParameterServer, PsClient, Shard, ps_table
+from shoal.sharded import DistributedHashTable, Engine, ParameterServer, PsClient, Shard, ps_table
 from shoal.sharded.ps.protocol import Op, Request, Status, parse_reply
 from shoal.table import SlotOccurrenceThresholdConfig
 from shoal.table.protocol import SUM, Features, Part, Step, groups_of
@@ -245,6 +245,30 @@ def test_a_bad_gradient_for_one_server_reaches_none(ps):
     skipping = ps_table(ps(2), 4, name="s", optimizer="sgd", lr=1.0, on_bad_gradient="skip")
     skipping.apply_gradients(T([1, 2]), grads)
     assert skipping.contains(T([1, 2])).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("servers_count", [0, 2])  # 0: parts in this process
+def test_a_bad_gradient_is_left_to_the_table_that_skips_it(ps, servers_count):
+    client = ps(servers_count) if servers_count else None
+
+    def build(name, mode):
+        options = {"name": name, "optimizer": "sgd", "lr": 1.0, "initializer": "zeros", "on_bad_gradient": mode}
+        if client is not None:
+            return ps_table(client, 4, **options)
+        config = shoal.HashTable(4, **options).config
+        return DistributedHashTable(2, config, lambda i, c: shoal.HashTable(4, **options))
+
+    tables = [build("a", "raise"), build("b", "skip"), build("c", "raise")]
+    group = group_of(*tables)
+    found, features = find(group, [1, 2], [1, 2], [1, 2])
+    grads = torch.ones(6, 4)
+    grads[2, 1] = float("nan")
+    group.update([Part(found, features, grads)], step=Step())
+    assert [t.lookup(T([1, 2]))[:, 0].tolist() for t in tables] == [[-1.0, -1.0], [0.0, -1.0], [-1.0, -1.0]]
+    grads[5, 1] = float("nan")
+    with pytest.raises(ConfigError, match="table 'c': a gradient holds NaN or infinity; nothing was applied"):
+        group.update([Part(found, features, grads)], step=Step())
+    assert [t.lookup(T([1, 2]))[:, 0].tolist() for t in tables] == [[-1.0, -1.0], [0.0, -1.0], [-1.0, -1.0]]
 
 
 def test_a_rate_that_is_scaled_counts_on_every_server(ps):

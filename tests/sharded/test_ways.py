@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, DataError, PeerError
 from shoal.nn import EmbeddingBagCollection, HashEmbedding
 from shoal.sharded import AllToAllHashTable
 from tests.sharded.all_to_all import in_ranks, raised, two_ranks
@@ -134,6 +134,68 @@ def test_sequences_weights_and_inserted_rows():
             torch.testing.assert_close(own, judge, rtol=1e-5, atol=1e-6)
 
 
+# --- bad gradients ----------------------------------------------------------------------------------------------------
+
+
+def bad_step(ranks, way, combiner, modes, folder):
+    """A step with ids of each rank's own; one number of rank 0's gradient of table "b" is NaN."""
+    tables = {
+        name: AllToAllHashTable(
+            4, backend=ranks, name=name, way=way, optimizer="sgd", lr=1.0, initializer="zeros", on_bad_gradient=mode
+        )
+        for name, mode in modes.items()
+    }
+    model = EmbeddingBagCollection(tables, combiner=combiner)
+    out = model(dict.fromkeys(tables, T([[1], [2]]) + 2 * ranks.rank))
+    grad = torch.ones_like(out)
+    grad[0, 5] = float("nan") if ranks.rank == 0 else 1.0
+    out.backward(grad)
+    for name, table in tables.items():
+        table.save(folder / name)
+    return [table.lookup(T([1, 2, 3, 4])) for table in tables.values()]
+
+
+@pytest.mark.parametrize("combiner", ["sum", "max"])
+@pytest.mark.parametrize("way", ["row", "table:1", "column", "data"])
+def test_a_bad_gradient_is_left_to_the_table_that_skips_it(way, combiner, tmp_path):
+    for a, b in raised(in_ranks(2, bad_step, way, combiner, {"a": "raise", "b": "skip"}, tmp_path)):
+        assert torch.equal(a, torch.full((4, 4), -1.0))
+        assert torch.equal(b, T([0.0, -1.0, -1.0, -1.0])[:, None].expand(4, 4))
+
+
+@pytest.mark.parametrize("way", ["row", "table:1", "column", "data"])
+def test_a_bad_gradient_is_refused_by_the_name_of_its_table(way, tmp_path):
+    refusal, other = in_ranks(2, bad_step, way, "sum", {"a": "raise", "b": "raise"}, tmp_path)
+    assert isinstance(refusal, ConfigError)
+    assert "table 'b': a gradient holds NaN" in str(refusal)
+    assert isinstance(other, PeerError)
+
+
+@pytest.mark.parametrize("mode", ["raise", "skip"])
+@pytest.mark.parametrize("way", ["row", "table:1", "column", "data"])
+def test_a_gradient_that_float16_cannot_hold_on_the_way_is_a_bad_one(way, mode, tmp_path):
+    def step(ranks):
+        table = AllToAllHashTable(
+            4, backend=ranks, way=way, name="t", optimizer="sgd", lr=1.0, initializer="zeros", on_bad_gradient=mode
+        )
+        table.exchange.backward_dtype = torch.float16
+        grads = torch.ones(2, 4)
+        if ranks.rank == 0:
+            grads[0, 1] = 1e6
+        try:
+            table.apply_gradients(T([1, 2]) + 2 * ranks.rank, grads)
+            failed = None
+        except (ConfigError, PeerError) as error:
+            failed = type(error)
+        table.save(tmp_path)
+        return failed, table.lookup(T([1, 2, 3, 4]))
+
+    results = raised(in_ranks(2, step))
+    assert [failed for failed, _ in results] == ([ConfigError, PeerError] if mode == "raise" else [None, None])
+    want = T([0.0, 0.0, 0.0, 0.0] if mode == "raise" else [0.0, -1.0, -1.0, -1.0])[:, None].expand(4, 4)
+    assert all(torch.equal(rows, want) for _, rows in results)
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +224,19 @@ def test_all_ways_restore_from_each_others_checkpoints_on_another_number_of_rank
             after = then if after is None else after
             torch.testing.assert_close(then, after, rtol=0, atol=0)
             assert min(sizes) > 20
+
+
+def test_slices_with_different_ids_are_refused_on_all_ranks(tmp_path):
+    def save(ranks):
+        table = AllToAllHashTable(4, backend=ranks, way="column", name="t")
+        table.assign(T([7]), torch.ones(1, 4))
+        if ranks.rank == 1:
+            table.table.clear()
+        table.save(tmp_path)
+
+    errors = in_ranks(2, save, timeout_s=10.0)
+    assert {type(error) for error in errors} == {DataError, PeerError}
+    assert "save failed on rank(s) 1; see their logs" in " ".join(map(str, errors))
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from shoal.fid import shard_of
 from shoal.sharded.bags import add_gradients, pool_rows
 from shoal.sharded.devices import home
 from shoal.sharded.export import check_writable
-from shoal.sharded.parts import Lists, parts_of_tables
+from shoal.sharded.parts import Lists, check_finite, parts_of_tables
 from shoal.sharded.route import RowRoute
 from shoal.table.arguments import as_int, as_time
 from shoal.table.pooling import row_gradients
@@ -124,7 +123,7 @@ class PartsGroup:
             Lists([one.names[t] for t in used], [one.counts[t] for t in used], one.ids) for one in lists
         ]  # leaves out tables without a gradient
         scales = None if step.lr_scale is None else [float(step.lr_scale[table]) for table in used]
-        self._check_finite(flats, used)
+        self._check_finite(lists, flats, used)
         self.parts.apply(lists, flats, number, seconds, scales=scales, each=each)
 
     def _seconds(self, step: Step) -> int:
@@ -171,16 +170,14 @@ class PartsGroup:
             flats.append(torch.cat([r[h] for (_, r), h in zip(by_table, here, strict=True)]).view(-1))
         return lists, flats
 
-    def _check_finite(self, flats: Sequence[Tensor], used: Sequence[int]) -> None:
-        """Raise for a bad gradient before any part has applied its share."""
-        raising = [self.tables[t].name for t in used if getattr(self.tables[t], "on_bad_gradient", "") == "raise"]
-        if (self.parts.remote and len(flats) < 2) or not raising:
+    def _check_finite(self, lists: Sequence[Lists], flats: Sequence[Tensor], used: Sequence[int]) -> None:
+        """Raise for a bad gradient of a table that refuses it, before any part has applied its share."""
+        if self.parts.remote and len(flats) < 2:
             return
-        if not all(math.isfinite(float(flat.sum())) or bool(flat.isfinite().all()) for flat in flats):
-            raise ConfigError(
-                f"table {', '.join(map(repr, raising))}: a gradient holds NaN or infinity; nothing was applied. "
-                "Clip it, or set on_bad_gradient='skip'"
-            )
+        names = [self.tables[t].name for t in used]
+        strict = [self.tables[t].name for t in used if getattr(self.tables[t], "on_bad_gradient", "") == "raise"]
+        for one, flat in zip(lists, flats, strict=True):
+            check_finite(one._replace(names=names), flat, dict.fromkeys(names, self.dim), strict)
 
     # --- routes -------------------------------------------------------------------------------------------------------
 

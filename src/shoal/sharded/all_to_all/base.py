@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -172,17 +172,25 @@ class RankGroup:
         if not self.traits.trains:
             raise ConfigError(f"tables {self.named()}: serving tables cannot be updated")
 
-    def check_finite(self, values: Tensor, tables: Sequence[int]) -> None:
-        """Raise for NaN and infinity in tables that refuse them, before any rank has changed anything."""
-        strict = [k for k in tables if getattr(self.tables[k].table, "on_bad_gradient", "ignore") == "raise"]
-        if not strict or values.numel() == 0 or bool(torch.isfinite(values.sum())):
+    def check_finite(self, values: Tensor, blocks: Iterable[tuple[int, Tensor]]) -> None:
+        """Raise for NaN and infinity in tables that refuse them, before any rank has changed anything.
+
+        ``blocks`` are the parts of ``values`` with the tables that they belong to. Values count as they are sent, in
+        which large ones can become infinite.
+        """
+        strict = [getattr(table.table, "on_bad_gradient", "ignore") == "raise" for table in self.tables]
+        if not any(strict) or self.is_finite(values):
             return
-        if not bool(torch.isfinite(values).all()):
-            named = ", ".join(repr(self.names[k]) for k in strict)
-            raise ConfigError(
-                f"table {named}: a gradient holds NaN or infinity; nothing was applied on any rank. Clip it, or "
-                "set on_bad_gradient='skip'"
-            )
+        for k, block in blocks:
+            if strict[k] and not bool(self.exchange.cast(block).isfinite().all()):
+                raise ConfigError(
+                    f"table {self.names[k]!r}: a gradient holds NaN or infinity; nothing was applied on any rank. "
+                    "Clip it, or set on_bad_gradient='skip'"
+                )
+
+    def is_finite(self, values: Tensor) -> bool:
+        """Whether all values are certainly finite as they are sent; False does not mean that one is not."""
+        return bool(torch.isfinite(self.exchange.cast(values).sum()))
 
 
 def reported(error: Exception) -> Exception:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -170,14 +170,12 @@ class AllToAllGroup(RankGroup):
         found = self.by_find(parts, lambda part: self._plan(part.found))
         flats = [add_gradients(own, sum(plan.asked), self.dim) for plan, own in found]
         for (plan, _), flat in zip(found, flats, strict=True):
-            self._check_all_finite(flat, plan)
+            self.check_finite(flat, self._by_table(flat, plan))
         return [plan for plan, _ in found], flats
 
-    def _check_all_finite(self, flat: Tensor, plan: Plan) -> None:
-        if flat.numel() == 0 or bool(torch.isfinite(flat.sum())):
-            return
+    def _by_table(self, flat: Tensor, plan: Plan) -> Iterator[tuple[int, Tensor]]:
         for block, values in enumerate(flat.split([n * self.dim for n in plan.asked])):
-            self.check_finite(values, [block % len(self.tables)])
+            yield block % len(self.tables), values
 
 
 def _by_rank(flats: Sequence[Tensor], sizes: Sequence[Sequence[int]], ranks: int) -> Tensor:

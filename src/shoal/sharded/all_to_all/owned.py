@@ -375,32 +375,54 @@ class OwnedGroup(RankGroup):
 
     def _gradients(self, plan: _Plan, parts: Sequence[Part], bags: bool, room: Sequence[Tensor]) -> None:
         """Write the gradients of one find, for each bucket of each rank, to ``room``."""
-        features = parts[0].features
+        features, skipping = parts[0].features, self._skipping()
         if bags and plan.bags >= 0:
             shape = [plan.bags, features.width]
             for part in parts:
                 if part.grad.dtype != torch.float32 or list(part.grad.shape) != shape:
                     raise ConfigError(f"grad must be float32 {shape}, got {part.grad.dtype} {list(part.grad.shape)}")
             grad = parts[0].grad if len(parts) == 1 else torch.stack([part.grad for part in parts]).sum(0)
+            if skipping and not self.is_finite(grad):
+                grad = grad.clone()
+                for k, begin in zip(features.tables, features.columns, strict=True):
+                    if k in skipping:
+                        self._spoil_bad_rows(grad[:, begin : begin + self.dim])
             for (_, bucket, wire), to in zip(self._spans(plan, features, True), room, strict=True):
                 block = to.view(plan.bags, len(wire.order) * bucket.width)
-                for i, f in enumerate(wire.order):
-                    begin = features.columns[f] + bucket.begins[wire.pooled.tables[i]]
-                    block[:, i * bucket.width : (i + 1) * bucket.width] = grad[:, begin : begin + bucket.width]
-                self.check_finite(to, bucket.tables)
+                blocks = []
+                for i, (f, place) in enumerate(zip(wire.order, wire.pooled.tables, strict=True)):
+                    begin = features.columns[f] + bucket.begins[place]
+                    columns = block[:, i * bucket.width : (i + 1) * bucket.width]
+                    columns.copy_(grad[:, begin : begin + bucket.width])
+                    blocks.append((bucket.tables[place], columns))
+                self.check_finite(to, blocks)
             return
         own = [
             part._replace(found=part.found._replace(where=self._where(plan, part.found, part.features)))
             for part in parts
         ]
         rows = add_gradients(own, sum(plan.counts), self.dim).view(-1, self.dim)
+        if skipping and not self.is_finite(rows):
+            for k in skipping:
+                self._spoil_bad_rows(rows[self._rows_of(plan, k)])
         for (_, bucket, _), to in zip(self._spans(plan, features, False), room, strict=True):
-            at = 0
+            at, blocks = 0, []
             for k, begin in zip(bucket.tables, bucket.begins, strict=True):
                 block = rows[self._rows_of(plan, k), begin : begin + bucket.width]
                 to[at : at + block.numel()].view(block.shape).copy_(block)
                 at += block.numel()
-            self.check_finite(to, bucket.tables)
+                blocks.append((k, block))
+            self.check_finite(to, blocks)
+
+    def _skipping(self) -> list[int]:
+        """The tables that skip bad gradients, if there are tables in slices."""
+        if not self._cut:
+            return []
+        return [k for k, table in enumerate(self.tables) if getattr(table.table, "on_bad_gradient", "") == "skip"]
+
+    def _spoil_bad_rows(self, rows: Tensor) -> None:
+        """Make all columns of a bad gradient NaN, so that all slices of the table skip it."""
+        rows[~self.exchange.cast(rows).isfinite().all(1)] = torch.nan
 
 
 def _sizes(head: Sequence[int], buckets: Sequence[Bucket], wired: Sequence[Wired]) -> Iterator[int]:

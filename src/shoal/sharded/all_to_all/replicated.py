@@ -193,7 +193,7 @@ class ReplicatedGroup(RankGroup):
             for plan, own in self.by_find(parts, lambda part: self._plan(part.found)):
                 flat = add_gradients(own, plan.ids.numel(), self.dim)
                 for k, values in enumerate(flat.split([n * self.dim for n in plan.counts[self.rank]])):
-                    self.check_finite(values, [k])
+                    self.check_finite(values, [(k, values)])
                 finds.append((plan, self.exchange.cast(flat)))
         except Exception as error:  # the other ranks must learn of it first, or they would wait
             refused = error

@@ -333,8 +333,7 @@ class AllToAllHashTable:
             replace_files(os.path.join(path, MANIFEST), {"format": 2, **about}, files, moves)
 
         try:
-            rows = self.own_rows()
-            self._together("save", lambda: rows.save(os.path.join(draft, f"rank-{self.rank:05d}", "rows")))
+            self._together("save", lambda: self.own_rows().save(os.path.join(draft, f"rank-{self.rank:05d}", "rows")))
             self._together("save", publish if self.rank == 0 else lambda: None)
         finally:
             if self.rank == 0 and not _is_needed(path, staging):
