@@ -157,6 +157,24 @@ def test_a_wrong_value_is_named(capsys, tmp_path, monkeypatch, argv, says):
     assert says in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["serve", "--config", "FILE"], "FILE is not a ModelServerConfig"),
+        (["ps", "--tokens", "FILE"], "the token file FILE is not UTF-8 text"),
+        (["predict", "h:1", "{}", "--model", "m", "--token-file", "FILE"], "the token file FILE is not UTF-8 text"),
+        (["top", "h:1", "--once", "--token-file", "FILE"], "the token file FILE is not UTF-8 text"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_file_that_is_not_text_is_named(capsys, tmp_path, monkeypatch, argv, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_bytes(b"\xff\xfe\xfd")
+    code, _, err = run(capsys, *argv)
+    assert code == 2
+    assert says in err
+
+
 def test_sync_names_the_source_that_does_not_answer(capsys):
     from shoal.serving import ModelServer
 

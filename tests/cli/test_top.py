@@ -166,6 +166,22 @@ def test_an_endpoint_that_answers_nonsense_is_down(capsys, status, text, why):
     assert why in found["why"]
 
 
+def test_a_line_of_the_live_view_is_json_even_for_an_infinite_quantile(capsys, monkeypatch):
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    slow = 'shoal_ps_request_seconds_bucket{le="1"} 0\nshoal_ps_request_seconds_bucket{le="+Inf"} 5\n'
+    monkeypatch.setattr("shoal.cli.top.time.sleep", interrupt)
+    with endpoint(lambda: slow) as address:
+        assert main(["top", address, "--json", "--timeout", "60"]) == 0
+
+    def refuse(constant):
+        raise AssertionError(f"JSON has no {constant}")
+
+    (status,) = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert (status["kind"], status["p99_s"]) == ("ps", None)
+
+
 def test_addresses():
     assert url_of("h:1") == "http://h:1/metrics"
     assert url_of("https://h:1/other") == "https://h:1/other"

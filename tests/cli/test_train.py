@@ -255,7 +255,7 @@ def test_fresh_can_begin_with_the_rows_of_the_checkpoints_that_it_moves_aside(ca
 
 
 def test_two_runs_cannot_use_one_folder(capsys, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.train.loop.trainer._ENDING_S", 0.1)
+    monkeypatch.setattr("shoal.train.loop.saving._ENDING_S", 0.1)
     argv = ["train", "--train", str(data / "train.tsv"), *SMALL, "--out", str(tmp_path), "--max-steps", "1"]
     with running(str(tmp_path)):
         assert main(argv) == 2

@@ -247,7 +247,7 @@ def read_config(path: Path) -> Any:
         return text_format.Parse(path.read_text(), ModelServerConfig())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except text_format.ParseError as error:
+    except (text_format.ParseError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a ModelServerConfig: {error}") from None
 
 

@@ -16,7 +16,9 @@ from typing import Any
 from shoal.cli.shared.arguments import parse
 from shoal.cli.shared.console import make_console, print_json, show_bytes
 from shoal.errors import ConfigError, DataError, UsageError
+from shoal.observe.finite import finite
 from shoal.observe.scrape import Reading, Status, parse_metrics, summarise
+from shoal.observe.security import bearer_token
 
 DESCRIPTION = """Watch running trainers, parameter servers, replicas and sync processes: rows, rates, lag, errors.
 
@@ -86,10 +88,7 @@ class Watch:
         self._before: dict[str, Reading] = {}
         self._headers = {}
         if options.token_file is not None:
-            try:
-                self._headers["Authorization"] = f"Bearer {options.token_file.read_text().strip()}"
-            except OSError as error:
-                raise ConfigError(f"--token-file {options.token_file}: {error.strerror}") from None
+            self._headers["Authorization"] = f"Bearer {bearer_token(options.token_file)}"
         try:
             self._tls = ssl.create_default_context(cafile=options.tls_ca)
         except OSError as error:
@@ -235,7 +234,7 @@ def _live(options: Options, watch: Watch) -> int:
             while True:
                 statuses = watch.read()
                 if options.json:
-                    print(json.dumps([asdict(status) for status in statuses], default=str), flush=True)
+                    print(json.dumps(finite([asdict(status) for status in statuses]), default=str), flush=True)
                 else:
                     make_console().print(view(statuses))
                 time.sleep(options.interval)

@@ -101,11 +101,7 @@ def is_loopback(address: str) -> bool:
 def token_file(path: Path) -> dict[str, str]:
     """identity -> token from lines ``identity token``; the file should be readable by its owner only."""
     tokens = {}
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read the token file {path}: {error.strerror or error}") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_token_text(path).splitlines(), 1):
         parts = line.split()
         if not parts or parts[0].startswith("#"):
             continue
@@ -113,3 +109,17 @@ def token_file(path: Path) -> dict[str, str]:
             raise ConfigError(f"{path}:{number}: each line must be 'identity token'")
         tokens[parts[0]] = parts[1]
     return tokens
+
+
+def bearer_token(path: Path) -> str:
+    """The token that a client sends, from its file."""
+    return _token_text(path).strip()
+
+
+def _token_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the token file {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the token file {path} is not UTF-8 text: {error}") from None

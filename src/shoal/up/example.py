@@ -41,7 +41,7 @@ def write_example(folder: Path) -> Path:
     """Write ``online.toml`` and ``clicks.tsv`` into a folder; returns the path of ``online.toml``.
 
     Raises:
-        ConfigError: one of the files exists, or the folder cannot be written.
+        ConfigError: ``online.toml`` exists, or the folder cannot be written.
     """
     from shoal.data.generate import CriteoLike, write_criteo
 

@@ -72,6 +72,7 @@ class CallSecurity:
     """Send the token off loopback even without TLS."""
 
     def build(self):
+        from shoal.observe.security import bearer_token
         from shoal.serving.security import ClientSecurity
 
         if not any((self.tls_ca, self.tls_cert, self.token_file)):
@@ -80,7 +81,7 @@ class CallSecurity:
             ca=self.tls_ca,
             certificate=self.tls_cert,
             key=self.tls_key,
-            token=self.token_file.read_text().strip() if self.token_file else "",
+            token=bearer_token(self.token_file) if self.token_file else "",
             server_name=self.server_name,
             allow_insecure=self.allow_insecure,
         )
