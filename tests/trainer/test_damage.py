@@ -201,6 +201,18 @@ def test_what_can_be_seen_of_damage_of_version_0_1_is_named(old, name):
         assert name in told.notes[0]
 
 
+def test_new_checkpoints_stay_although_a_damaged_one_has_a_later_step(data, tmp_path):
+    """Its size is right, so that it looks complete until it is read."""
+    run(settings(data, tmp_path, out_dot_every_steps=4, train_dot_max_steps=8))
+    path = tmp_path / "ckpt-00000008" / "dense.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+    told = run(settings(data, tmp_path, out_dot_every_steps=1, out_dot_keep=1, train_dot_max_steps=6))
+    assert (told.saves, folders(tmp_path)) == ([5, 6], ["ckpt-00000006", "ckpt-00000008"])
+    told = run(settings(data, tmp_path, out_dot_every_steps=1, out_dot_keep=1, train_dot_max_steps=9))
+    assert (told.saves, folders(tmp_path)) == ([7, 8, 9], ["ckpt-00000009"])
+
+
 # --- two ranks --------------------------------------------------------------------------------------------------------
 
 

@@ -61,6 +61,8 @@ class Saver:
     def hold(self, *, must: bool) -> None:
         """Lock the folder until `release`: two runs would remove each other's checkpoints.
 
+        It waits for a run that is ending, whose last checkpoint may not be written yet.
+
         Raises:
             ConfigError: with ``must``, if another run has the lock.
         """
@@ -69,13 +71,34 @@ class Saver:
         self._lock.close()
         alone = None
         if self.ranks.first:
-            alone = self._lock.enter_context(running(self.directory, wait_s=_ENDING_S if must else 0.0))
+            alone = self._lock.enter_context(running(self.directory, wait_s=_ENDING_S))
         self._alone = self.ranks.from_first(alone)
         if must and not self._alone:
             raise ConfigError(
                 f"[out] dir: another run uses {self.directory!r}; stop it first, or set another folder (--out) for this"
                 " run"
             )
+
+    def hold_to_run(self) -> None:
+        """Lock the folder for a run, unless it has been locked since this run was started.
+
+        Raises:
+            ConfigError: another run has the lock, or has changed the checkpoints since this run was started.
+        """
+        if self._alone:
+            return
+        self.hold(must=True)
+        if self.ranks.from_first(self._newest_here() != self.newest if self.ranks.first else None):
+            self.release()
+            raise ConfigError(
+                f"[out] dir: another run has changed the checkpoints in {self.directory!r} since this run was "
+                "started; start it again"
+            )
+
+    def _newest_here(self) -> str | None:
+        """The newest checkpoint in the folder, except those that were damaged when this run resumed."""
+        numbers = [number for number in self.series.numbers() if number not in self._damaged]
+        return self.series.path(numbers[-1]) if numbers else None
 
     def release(self) -> None:
         """Unlock the folder."""
@@ -115,6 +138,7 @@ class Saver:
             target, snapshot, self.rows.saved(), self.ranks, lambda: self._make_room(at.step), self.rows.ways()
         )
         self.newest = target
+        self._damaged.discard(at.step)
         self._saved_at = time.monotonic()
         self._prune(at)
         return target
@@ -141,7 +165,8 @@ class Saver:
         if self.ranks.first:
             try:
                 best = () if at.kept_step is None else (at.kept_step,)
-                self.series.prune(self.config.out.keep, (*best, *self.pinned()))
+                # A damaged checkpoint can look complete; if it counted, a new one before it would be removed.
+                self.series.prune(self.config.out.keep, (*best, *self.pinned(), *self._damaged))
                 forget_rollback(self.directory)
                 _remove_drafts(self.directory)
             except OSError as error:

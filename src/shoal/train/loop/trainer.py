@@ -78,8 +78,10 @@ class Trainer:
         self.model, self.optimizer, self.rows = self.learner.model, self.learner.optimizer, self.learner.rows
         self.metrics = self.learner.metrics
         self.save_timer = SaveTimer()
+        self.saver: Saver | None = None
         self._opened = ExitStack()
         self._opened.callback(self.ranks.close)
+        self._opened.callback(self._release_folder)  # when nothing can write to it, or to rows on servers, any more
         self._opened.callback(self.rows.close)
         try:
             self.hooks = Hooks(make_hooks([*train.hooks, *hooks], self), self._context())
@@ -111,12 +113,11 @@ class Trainer:
         self._last_batch: Batch | None = None
         self._marks = {"report": time.monotonic(), "evaluate": time.monotonic()}
         self._files = [[os.path.basename(path), os.path.getsize(path)] for path in self.stream.files]
-        self.saver: Saver | None = None
         self.resumed: str | None = None
         if config.out.dir is not None:
             self.saver = Saver(config, self.ranks, self.rows, self.reporter.note, self.save_timer)
-            self._opened.callback(self.saver.release)
-            self.saver.hold(must=fresh)
+            restores = self.rows.remote and config.train.ps_restore  # rows that another run may be training
+            self.saver.hold(must=fresh or restores)
             self.resumed = None if fresh else self._resume(self.saver)
         if init_from is not None:
             self._init_from(init_from)
@@ -175,7 +176,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the end, or until ``stop``; return the last report, with the reason why the run ended."""
         if self.saver is not None:
-            self.saver.hold(must=True)
+            self.saver.hold_to_run()
         parameters = sum(p.numel() for p in self.model.parameters())
         self.reporter.start(
             step=self.at.step, resumed=self.resumed, world=self.ranks.world_size, model=self.config.model.name,
@@ -216,8 +217,9 @@ class Trainer:
         result["samples_per_s"] = (self.at.samples - first) / seconds if seconds else math.nan
         self.hooks.end()
         self.summaries.close()
-        if self.saver is not None:
-            self.saver.release()
+        self.reading.close()  # writes its journal, which is in the folder
+        self.ranks.barrier()
+        self._release_folder()
         self.reporter.end(**result)
         return result
 
@@ -474,6 +476,10 @@ class Trainer:
         All ranks must call it together. The version takes raw features and ids, and appears once it is complete.
         """
         return self.exports.write(self.at, dir, model)
+
+    def _release_folder(self) -> None:
+        if self.saver is not None:
+            self.saver.release()
 
     def close(self) -> None:
         """Close the connections to replicas, servers and ranks."""
