@@ -13,6 +13,7 @@
 
 #include "net/client/link.h"
 #include "net/grpc.h"
+#include "net/http2.h"
 
 namespace shoal::net {
 namespace {
@@ -20,11 +21,6 @@ namespace {
 constexpr int64_t kSecond = 1'000'000'000;
 constexpr int64_t kConnect = 5 * kSecond;
 constexpr size_t kOut = 256 << 10;
-
-nghttp2_nv header(std::string_view name, std::string_view value) {
-  return {reinterpret_cast<uint8_t*>(const_cast<char*>(name.data())),
-          reinterpret_cast<uint8_t*>(const_cast<char*>(value.data())), name.size(), value.size(), NGHTTP2_NV_FLAG_NONE};
-}
 
 }  // namespace
 
