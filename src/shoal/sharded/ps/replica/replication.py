@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import secrets
@@ -21,18 +20,17 @@ from shoal.sharded.ps.protocol import Op, Reply, Request, Status, error_reply
 from shoal.sharded.ps.replica import transfer
 from shoal.sharded.ps.replica.board import Board, ShardState, claim, handed_over, joined, without
 from shoal.sharded.ps.replica.feed import Ack, Feed, Follower
-from shoal.sharded.ps.replica.log_reader import records
+from shoal.sharded.ps.replica.following import Following
 from shoal.sharded.ps.replica.peer import Peer
 from shoal.sharded.ps.replica.terms import Terms
 from shoal.sharded.ps.security import ClientKeys
 from shoal.sharded.ps.server.backlog import Backlog, Waiting
-from shoal.sharded.ps.server.engine import FULL, ROOM_EVERY_S, Engine
+from shoal.sharded.ps.server.engine import FULL, Engine
 from shoal.sharded.ps.server.writes import Writes
 
 log = logging.getLogger("shoal.ps")
 
 TICK_S = 0.1
-ASK_S = 1.0  # how long a leader waits for records before it answers that there are none
 APPLY_S = timedelta(minutes=10)
 FAREWELL_S = 0.2  # during which a former leader still refers workers to the new one, before it restarts
 NEAR = 1000  # replies can begin to wait for a follower that stays at most this many records behind
@@ -84,7 +82,6 @@ class Replication:
         self._address, self._keys, self._force_lead = address, keys, force_lead
         self._stale_reads = stale_reads
         self._follower_timeout_s = follower_timeout.total_seconds()
-        self._fresh_at = 0.0  # when this follower last had all of its leader's records
         self._handing_over = False
         self._contact_until = 0.0
         """No other server can lead before this time, by the last reading of the registry that confirmed this role."""
@@ -93,7 +90,6 @@ class Replication:
         self._look_now = threading.Event()
         """Set when the registry may have changed."""
         self._waits = ""
-        self._full = False
         self._state: ShardState | None = None
         self._counted_since: dict[str, int] = {}
 
@@ -109,15 +105,15 @@ class Replication:
         peer = Peer(context, members[state.leader], self._keys)
         try:
             last = transfer.last_record(directory)
-            head, _ = self._follow(peer, last, 0.0)
+            head, _ = self.fetch_records(peer, last, 0.0)
             why = head["problem"]
             if not why and not last and head["last"] > transfer.MANY:
                 why = f"it is empty, and the leader's log has {head['last']} records"
             if why:
                 transfer.set_aside(directory, f"this server cannot continue its own log: {why}")
-                number = transfer.take(directory, peer, progress=_progress(members[state.leader]))
+                number = transfer.take(directory, peer)
                 log.info("took the checkpoint of record %d from %s", number, members[state.leader])
-            self._use_terms(head)
+            self.use_terms(head)
         except (DeadlineError, PeerError) as error:
             log.warning("the leader %s does not answer yet: %s", members[state.leader], error)
         finally:
@@ -143,6 +139,7 @@ class Replication:
         self.feed = Feed(
             self.directory, backlog, last=self._last, terms=lambda: self.terms, may_answer=self.may_answer, ack=self.ack
         )
+        self._following = Following(self, engine, writes)
         engine.marks_checkpoints = True
         engine.retain = self.feed.needed_from
 
@@ -154,7 +151,7 @@ class Replication:
 
     def may_answer(self) -> bool:
         """Whether this server can answer reads and writes: it leads, and no other server can lead yet."""
-        return self.role is Role.LEADER and not self.rebuild and self.in_contact()
+        return self.leads and not self.rebuild and self.in_contact()
 
     def in_contact(self) -> bool:
         """Whether the registry has confirmed this server's role so recently that no other server can lead."""
@@ -165,7 +162,7 @@ class Replication:
         if request.op in ANYBODY:
             return None
         shard = self._engine.shard.index
-        if self.role is Role.LEADER and not self.rebuild:
+        if self.leads and not self.rebuild:
             if self._handing_over and (request.op.writes or request.op == Op.CHECKPOINT):
                 return error_reply(request.request, Status.UNAVAILABLE, f"shard {shard} is being handed over")
             if request.op != Op.CHECKPOINT and not self.in_contact():  # another leader may have acknowledged writes
@@ -187,13 +184,13 @@ class Replication:
         return self.may_answer() or self._reads_stale()
 
     def _reads_stale(self) -> bool:
-        if self.role is Role.LEADER or self._stale_reads is None:
+        if self.leads or self._stale_reads is None:
             return False
         return self.lag_s() <= self._stale_reads.total_seconds()
 
     def lag_s(self) -> float:
         """The time since this server last had all of its leader's records; 0 for the leader."""
-        return 0.0 if self.role is Role.LEADER else time.monotonic() - self._fresh_at
+        return 0.0 if self.leads else time.monotonic() - self._following.fresh_at
 
     def info(self) -> dict[str, Any]:
         in_sync = list(self._state.in_sync) if self._state is not None else []
@@ -201,7 +198,7 @@ class Replication:
             "role": self.role.value, "name": self.name, "term": self.term, "leader": self.leader, "in_sync": in_sync,
             "ack": self.ack.value,
         }  # fmt: skip
-        if self.role is Role.LEADER:
+        if self.leads:
             info["follower_lag"] = self.feed.lag()
         else:
             info["lag_s"] = round(min(self.lag_s(), 1e9), 3)
@@ -209,7 +206,7 @@ class Replication:
 
     def gauges(self) -> dict[str, Any]:
         """The gauges for Prometheus."""
-        leads = self.role is Role.LEADER
+        leads = self.leads
         lags = self.feed.lag() if leads else {}
         return {
             "leads": int(self.may_answer()),
@@ -226,7 +223,7 @@ class Replication:
 
     def give(self, request: Request) -> list[Any]:
         """The answer to FETCH."""
-        if self.role is not Role.LEADER:
+        if not self.leads:
             raise DataError(f"{self.name} does not lead; ask the leader")
         wish = json.loads(bytes(request.values) or b"{}")
         return transfer.give(self.directory, wish, self._last(), lambda: self._writes.checkpoint(APPLY_S))
@@ -247,7 +244,7 @@ class Replication:
                         log.warning("shard %d: the registry can be reached again", self._engine.shard.index)
                     away = False
                     self._state = state
-                    if self.role is Role.LEADER:
+                    if self.leads:
                         self._keep_leading(state)
                     else:
                         self._keep_following(state, members)
@@ -266,7 +263,7 @@ class Replication:
 
     def _keep_leading(self, state: ShardState | None) -> None:
         if state is None or state.leader != self.name or state.term != self.term:
-            self._step_down(f"term {self.term} is over: {state.leader if state else 'no server'} leads the shard now")
+            self.step_down(f"term {self.term} is over: {state.leader if state else 'no server'} leads the shard now")
             return
         now, feed = time.monotonic(), self.feed
         for follower, known in list(feed.followers.items()):
@@ -347,7 +344,8 @@ class Replication:
         log.warning("shard %d: %s leads in term %d: %s", self._engine.shard.index, self.name, term, why)
         self.promoted()
 
-    def _step_down(self, why: str) -> None:
+    def step_down(self, why: str) -> None:
+        """Answer nothing from here on; the server restarts as a follower."""
         self.rebuild = why
         with self._backlog.outlet() as outlet:
             for waiting, reply in self.feed.refuse_held(why):
@@ -358,89 +356,40 @@ class Replication:
 
     def follow(self, stopped: threading.Event) -> None:
         """Request records from the leader and apply them; the loop of a thread."""
-        peer: Peer | None = None
-        try:
-            while not stopped.is_set() and not self.rebuild and self.role is not Role.LEADER:
-                if not self.leader:
-                    stopped.wait(TICK_S / 2)
-                    continue
-                if peer is None or not peer.address.endswith(self.leader):
-                    if peer is not None:
-                        peer.close()
-                    peer = Peer(self._context, self.leader, self._keys)
-                leader = self.leader
-                try:
-                    self._take_some(peer, lambda: not stopped.is_set() and self.leader == leader)  # noqa: B023
-                except (DeadlineError, PeerError) as error:
-                    log.debug("%s", error)
-                    stopped.wait(TICK_S)
-                except OSError as error:
-                    self._wait_for_room(error, stopped)
-        finally:
-            if peer is not None:
-                peer.close()
+        self._following.loop(stopped)
 
-    def _wait_for_room(self, error: OSError, stopped: threading.Event) -> None:
-        """Pause a follower whose disk is full until there is room; answers do not wait for it."""
-        if error.errno not in FULL:
-            raise error
-        assert self._engine.log is not None
-        self._engine.log.sync()
-        if not self._full:
-            log.error("shard %d: %s has no room for the leader's log (%s); it resumes when there is room",
-                      self._engine.shard.index, self.directory, error.strerror)  # fmt: skip
-        self._full = True
-        stopped.wait(ROOM_EVERY_S)
+    @property
+    def leads(self) -> bool:
+        return self.role is Role.LEADER
 
-    def _take_some(self, peer: Peer, keep_waiting: Callable[[], bool]) -> None:
-        engine = self._engine
-        assert engine.log is not None
-        asked = time.monotonic()
-        head, data = self._follow(peer, engine.log.durable_number, ASK_S, keep_waiting)
-        if self.role is Role.LEADER:
-            return
-        if head["problem"]:
-            self._step_down(f"this server cannot follow {peer.address}: {head['problem']}")
-            return
-        if head.get("next") == self.name:
-            self._look_now.set()
-            time.sleep(0.02)  # this server is about to lead; there are no records to take
-            return
-        self._use_terms(head)
-        self.term = max(self.term, self.terms.newest)
-        todo = list(records(data, engine.log.next_number))
-        todo_count = len(todo)
-        while todo:
-            taken = self._writes.between(functools.partial(self._apply, todo), APPLY_S)
-            if taken is None:
-                return
-            todo = todo[taken:]
-            if not taken:
-                time.sleep(TICK_S / 4)  # until a checkpoint is written
-        engine.log.sync()
-        if todo_count and self._full:
-            log.warning("shard %d: there is room again; it resumes following", engine.shard.index)
-            self._full = False
-        if self._last() >= head["last"]:
-            self._fresh_at = asked
+    @property
+    def follows(self) -> bool:
+        """Whether this server takes records: it neither leads nor is about to restart."""
+        return not self.leads and not self.rebuild
 
-    def _apply(self, todo: list[tuple[int, bytes, memoryview, memoryview]]) -> int | None:
-        """Apply records in the thread of writes; None if this server has begun to lead."""
-        return None if self.role is Role.LEADER else self._engine.take(todo, self._writes.begin_marked)
+    def connect(self, address: str) -> Peer:
+        """Connect to another server of the group."""
+        return Peer(self._context, address, self._keys)
 
-    def _follow(
+    def fetch_records(
         self, peer: Peer, after: int, wait_s: float, keep_waiting: Callable[[], bool] = lambda: True
     ) -> tuple[dict[str, Any], memoryview]:
+        """Ask the leader for the records after one; return its state and the records."""
         wish = {"name": self.name, "after": after, "terms": self.terms.spans, "wait_s": wait_s}
         reply = peer.ask(Op.FOLLOW, wish, wait_s + 4.0, keep_waiting)
         head, data = reply.payload
         return json.loads(bytes(head)), memoryview(data).cast("B")
 
-    def _use_terms(self, head: dict[str, Any]) -> None:
+    def use_terms(self, head: dict[str, Any]) -> None:
+        """Take over the leader's terms, on disk as well."""
         terms = Terms.of(head["terms"])
         if terms != self.terms:
             terms.write(self.directory)
             self.terms = terms
+
+    def look(self) -> None:
+        """Read the registry again soon."""
+        self._look_now.set()
 
     # --- a planned change -------------------------------------------------------------------------------------------
 
@@ -452,7 +401,7 @@ class Replication:
         """
         state = self._state
         others = [name for name in (state.in_sync if state is not None else ()) if name != self.name]
-        if self.role is not Role.LEADER or state is None or not others:
+        if not self.leads or state is None or not others:
             raise PeerError(f"{self.name} cannot hand over: it does not lead, or no follower is in sync")
         until = time.monotonic() + seconds
         self._handing_over = True
@@ -467,7 +416,7 @@ class Replication:
                             if self.board.change(state, handed_over(state, name)):
                                 self.feed.hand_over(name)
                                 self.leader = self.board.members().get(name, "")
-                                self._step_down(f"handed over to {name}")
+                                self.step_down(f"handed over to {name}")
                                 return name
                             state = self.board.read() or state
                         self._look_now.set()
@@ -498,15 +447,3 @@ def server_name(directory: Path) -> str:
         name = f"s-{secrets.token_hex(6)}"
         write_whole(path, name)
         return name
-
-
-def _progress(address: str) -> Callable[[int, int], None]:
-    logged = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        nonlocal logged
-        if time.monotonic() - logged > 5:
-            logged = time.monotonic()
-            log.info("copied %d of %d MB of the checkpoint from %s", done >> 20, total >> 20, address)
-
-    return report

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def listed_files(answer: bytes, leader: str) -> dict[str, dict[str, int]]:
     return listed
 
 
-def take(directory: Path, peer: Peer, *, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
+def take(directory: Path, peer: Peer) -> int:
     """Copy the leader's newest checkpoint, and its kept ones, into an empty directory; returns the newest's number.
 
     A folder gets its name when it is complete and matches its digests.
@@ -81,6 +82,7 @@ def take(directory: Path, peer: Peer, *, progress: Callable[[int, int], None] = 
         PeerError, DeadlineError: the leader does not answer.
     """
     listed = listed_files(bytes(peer.ask(Op.FETCH, {}, 600.0).payload[0]), peer.address)
+    progress = _progress(peer.address)
     total, done = sum(size for files in listed.values() for size in files.values()), 0
     number = 0
     for folder, files in sorted(listed.items(), key=lambda item: item[0].startswith("checkpoint-")):
@@ -105,6 +107,18 @@ def take(directory: Path, peer: Peer, *, progress: Callable[[int, int], None] = 
         if folder.startswith("checkpoint-"):
             number = checkpoint["number"]
     return number
+
+
+def _progress(address: str) -> Callable[[int, int], None]:
+    logged = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal logged
+        if time.monotonic() - logged > 5:
+            logged = time.monotonic()
+            log.info("copied %d of %d MB of the checkpoint from %s", done >> 20, total >> 20, address)
+
+    return report
 
 
 def set_aside(directory: Path, why: str, *, identity: bool = False) -> None:
