@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from shoal.errors import ConfigError
-from shoal.fid import distinct
 from shoal.metrics import emit_counter, emit_timer
 from shoal.serving.security import ClientSecurity
 from shoal.serving.status import Code, StatusError
+from shoal.serving.sync.catching_up import every_row, lacking, unknown_tables
 from shoal.serving.sync.history import History, Ids, count, merge
 from shoal.serving.sync.publication import Changes, Source
 from shoal.serving.sync.replica import PublisherStatus, Replica, TargetStatus
-from shoal.serving.sync.target import Package, Session, Target, Wire, places_of
+from shoal.serving.sync.target import Package, Target, Wire
 from shoal.stamps import Stamp
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ PATIENCE_SECS = 2.0
 HELLO_SECS = 10.0
 MAX_PARALLEL = 32
 MANY_TIMES = 1024
-_NO_IDS = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -348,9 +347,8 @@ class Publisher:
         replicas = [(address, replica) for address, replica in self._replicas.items() if not replica.busy]
         for address, replica in replicas:
             replica.work = self._pool.submit(self._serve, address, replica, job)
-        wait(
-            [replica.work for _, replica in replicas if replica.work is not None], PATIENCE_SECS
-        )  # the others are not delayed
+        works = [replica.work for _, replica in replicas if replica.work is not None]
+        wait(works, PATIENCE_SECS)  # the others are not delayed
         self._rounds += any(address in job.packages for address, _ in replicas)
 
     def _refresh(self) -> None:
@@ -438,49 +436,20 @@ class Publisher:
         replica.checked, replica.greeted = time.monotonic(), self._run
         if former is not None and (former.version, former.replica) == (session.version, session.replica):
             return
-        unknown = sorted(
-            source.tables.keys() - {place[0] for place in places_of(session.layouts, source.tables).values()}
-        )
-        if unknown:
+        if unknown := unknown_tables(source, session):
             log.warning("%s: %s has no tables %s of these dims: their rows are not sent",
                         source.name, replica.target.address, unknown)  # fmt: skip
         replica.complete, replica.digest, replica.backlog_since = None, "", 0.0
-        have, base = session.complete, source.base
         assert self._history is not None
-        if have is not None and have.run >= self._run and have >= self._history.floor:
-            replica.since, replica.backlog = min(have, stamp), {}
-        elif self._went_on(have, session.exported, base):
-            replica.since, replica.backlog = Stamp(self._run, -1), self._own(session, session.listed)
-        else:
-            everything = replica.target.hello(source.name, self._run, base, True, self._timeout)
+        lacks = lacking(source, self._history, self._run, session, stamp)
+        if lacks is None:
+            listed = replica.target.hello(source.name, self._run, source.base, True, self._timeout).listed
             session = dataclasses.replace(session, listed={})
-            ids = {
-                table: distinct(np.concatenate([each.numpy() for each in source.scan(table)] or [_NO_IDS]))
-                for table in source.tables
-            }
-            replica.since, replica.backlog = stamp, merge(ids, self._own(session, everything.listed))
+            lacks = stamp, every_row(source, session, listed)
             log.info("%s: the changes missing at %s are unknown; sending it all %d rows",
-                     source.name, replica.target.address, count(replica.backlog))  # fmt: skip
+                     source.name, replica.target.address, count(lacks[1]))  # fmt: skip
+        replica.since, replica.backlog = lacks
         replica.session = session
-
-    def _went_on(self, have: Stamp | None, exported: Stamp | None, base: Stamp | None) -> bool:
-        """Whether a replica from an earlier run lacks only this run's changes and the ids that it lists itself."""
-        assert self._history is not None
-        if have is None or base is None or self._history.floor > Stamp(self._run, -1):
-            return False
-        return base <= have and have.run < self._run and (exported is None or exported <= base)
-
-    def _own(self, session: Session, listed: Ids) -> Ids:
-        """The ids of this source among those that a replica listed under its own tables' names."""
-        parts: dict[str, list[np.ndarray]] = {}
-        for name, (table, _, _) in places_of(session.layouts, self._source.tables).items():
-            if name in listed:
-                parts.setdefault(table, []).append(listed[name])
-        found: Ids = {}
-        for table, each in parts.items():
-            ids = distinct(np.concatenate(each))
-            found[table] = ids[self._source.owns(table, torch.from_numpy(ids)).numpy()]
-        return found
 
 
 def _first(ids: Ids, most: int) -> tuple[Ids, Ids]:
