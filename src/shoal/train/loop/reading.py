@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.background.ahead import ReadAheadIfSlow
 from shoal.comm.ranks.ranks import Ranks
@@ -180,19 +180,6 @@ class Feed:
     def _without_samples(self, last: Batch | None) -> Batch:
         """An empty batch at the current position, for a rank that has read all of its data."""
         return Batch(samples=self._rows.no_samples(), state=self._stream.state if last is None else last.state)
-
-
-class Wishes(NamedTuple):
-    """Actions to take after a step if any rank wants them."""
-
-    stop: bool
-    save: bool
-    push: bool
-    export: bool
-    report: bool
-    evaluate: bool
-    has_more: bool
-    """Whether there can be more to read, even if nothing is ready now."""
 
 
 class Epochs:

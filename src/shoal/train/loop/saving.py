@@ -24,6 +24,7 @@ from shoal.train.loop.config import Config
 from shoal.train.loop.guard.guard import clear_trip
 from shoal.train.loop.guard.rollback import folder_aside, forget_rollback, rolled_back, running
 from shoal.train.loop.hooks import SaveTimer
+from shoal.train.loop.measure.reporter import Reporter
 from shoal.train.loop.progress import Progress
 from shoal.train.loop.rows.features import served_features
 from shoal.train.loop.rows.rows import Rows
@@ -38,12 +39,13 @@ class Saver:
     """
 
     def __init__(
-        self, config: Config, ranks: Ranks, rows: Rows, note: Callable[[str], None], timer: SaveTimer | None = None
+        self, config: Config, ranks: Ranks, rows: Rows, reporter: Reporter, timer: SaveTimer | None = None
     ) -> None:
         assert config.out.dir is not None
         self.directory = config.out.dir
         self.series = checkpoints_of(self.directory)
-        self.config, self.ranks, self.rows, self._note = config, ranks, rows, note
+        self.config, self.ranks, self.rows = config, ranks, rows
+        self._reporter, self._note = reporter, reporter.note
         self.timer = timer or SaveTimer()
         self._saved_at = time.monotonic()
         self.newest: str | None = None
@@ -120,12 +122,33 @@ class Saver:
         """Whether this run wrote the checkpoint of a step, or resumed from it."""
         return self.newest == self.series.path(step)
 
-    def save(self, snapshot: Snapshot, at: Progress, files: list[list[Any]]) -> str:
-        """Write a checkpoint; return its path.
+    def save(
+        self, take: Callable[[], Snapshot], at: Progress, files: list[list[Any]], *, last: bool = False
+    ) -> str | None:
+        """Write a checkpoint; return its path, or None if that failed. A failure is reported.
+
+        Args:
+            take: returns the state to write.
+            last: whether a failure raises instead, because the run ends with this checkpoint.
 
         Raises:
-            OSError: some rank could not write it; older checkpoints are unchanged.
+            OSError: with ``last``: some rank could not write it; older checkpoints are unchanged.
         """
+        begun = time.perf_counter()
+        try:
+            path = self._write(take(), at, files)
+        except OSError as error:
+            what = f"the checkpoint of step {at.step:,} could not be written ({error})"
+            newest = f"The newest is {self.newest}" if self.newest else "There is no other checkpoint"
+            if last:
+                raise OSError(f"{what} at the end of the run. {newest}") from error
+            text = f"{what}; the run continues and tries again at the next one. {newest}"
+            self._reporter.failed("checkpoint", text)
+            return None
+        self._reporter.saved(step=at.step, path=path, seconds=time.perf_counter() - begun)
+        return path
+
+    def _write(self, snapshot: Snapshot, at: Progress, files: list[list[Any]]) -> str:
         target = self.series.path(at.step)
         self._saved_at = time.monotonic()  # a failed checkpoint is retried when the next one is due
         if self.rows.evict():
@@ -179,8 +202,8 @@ class Saver:
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
-    def start_over(self) -> str | None:
-        """Move all checkpoints, complete or damaged, into a new folder; return its path, None without checkpoints.
+    def start_over(self) -> None:
+        """Move all checkpoints, complete or damaged, into a new folder.
 
         What the guard or a roll-back noted about the earlier run is removed.
         """
@@ -193,7 +216,9 @@ class Saver:
             forget_rollback(self.directory)
             return moved
 
-        return self.ranks.together(start)[0]
+        moved = self.ranks.together(start)[0]
+        if moved is not None:
+            self._note(f"--fresh: the checkpoints of {self.directory} were moved to {moved}")
 
     def _move_aside(self, steps: list[int]) -> str | None:
         if not steps:
@@ -302,7 +327,19 @@ class Saver:
             )
         return at
 
-    def load_best(self, snapshot: Snapshot, at: Progress, files: list[list[Any]]) -> str | None:
+    def restore_best(self, take: Callable[[], Snapshot], at: Progress, files: list[list[Any]]) -> bool:
+        """Restore the rows and weights of the best evaluation; return whether that changed any."""
+        if at.kept_step in (None, at.step) or at.restored:
+            return False
+        why_not = self._load_best(take(), at, files)
+        if why_not is not None:
+            self._note(f"{why_not}; the run ends with the model of the last step")
+            return False
+        at.restored = True
+        at.other_changes += 1
+        return True
+
+    def _load_best(self, snapshot: Snapshot, at: Progress, files: list[list[Any]]) -> str | None:
         """Restore the rows and weights of ``at.kept_step``. Return None, or the reason why that failed."""
         assert at.kept_step is not None
         found = self.series.look(at.kept_step)

@@ -17,6 +17,7 @@ from shoal.comm.ranks.torch_ranks import start_ranks
 from shoal.data.samples import Samples
 from shoal.data.stream import Batch
 from shoal.observe.endpoint import HttpPort
+from shoal.train.loop.agenda import Agenda, Wishes
 from shoal.train.loop.checkpoint import Snapshot
 from shoal.train.loop.config import Config
 from shoal.train.loop.exporting import Exports
@@ -32,7 +33,7 @@ from shoal.train.loop.measure.reporter import Reporter
 from shoal.train.loop.measure.summaries import Summaries
 from shoal.train.loop.progress import Progress
 from shoal.train.loop.publish import Publishing
-from shoal.train.loop.reading import Epochs, Feed, Reading, Wishes
+from shoal.train.loop.reading import Epochs, Feed, Reading
 from shoal.train.loop.rows.writes import NamedWrites
 from shoal.train.loop.saving import Saver
 from shoal.train.loop.warm_start import warm_start
@@ -111,24 +112,30 @@ class Trainer:
         self._exhausted = False
         self._loss = math.nan
         self._last_batch: Batch | None = None
-        self._marks = {"report": time.monotonic(), "evaluate": time.monotonic()}
         self._files = [[os.path.basename(path), os.path.getsize(path)] for path in self.stream.files]
         self.resumed: str | None = None
         if config.out.dir is not None:
-            self.saver = Saver(config, self.ranks, self.rows, self.reporter.note, self.save_timer)
+            self.saver = Saver(config, self.ranks, self.rows, self.reporter, self.save_timer)
             restores = self.rows.remote and config.train.ps_restore  # rows that another run may be training
             self.saver.hold(must=fresh or restores)
             self.resumed = None if fresh else self._resume(self.saver)
         if init_from is not None:
             self._init_from(init_from)
         if fresh and self.saver is not None:  # after reading from ``init_from``, which can be the same folder
-            self._start_fresh(self.saver)
+            self.saver.start_over()
+            self.reading.forget()
+            if self.rows.remote:
+                self.reporter.note("--fresh: the parameter servers keep their current rows")
         self._writes = self._name_writes()
         self.at.run = self.ranks.from_first(self.at.run)
         self.publishing = Publishing(config, self.ranks, self.rows, self.model, lambda: self.at, self.reporter.note)
         self._opened.callback(self.publishing.close)
         self.exports = Exports(config, self.ranks, self.learner, self.publishing, self.reporter)
         self.guard = self._make_guard()
+        self._agenda = Agenda(
+            config, self.saver, self.exports, self.publishing, self.guard,
+            stop=self.stop, clock=self.reading.live is not None and self.ranks.first,
+        )  # fmt: skip
         self._page: HttpPort | None = None
         if config.out.page is not None and self.ranks.first:
             self._page = HttpPort(config.out.page, self._shown, config.out.security()).start()
@@ -203,7 +210,9 @@ class Trainer:
             if unread and why == "finished" and self.at.samples == first and self.reading.live is None:
                 raise self.reading.no_samples()
         seconds = time.perf_counter() - begun
-        replace = why == "early_stop" and self._restore_best()
+        replace = False
+        if why == "early_stop" and self.saver is not None:
+            replace = self.saver.restore_best(self._snapshot, self.at, self._files)
         allowed = self.ranks.from_first(self.guard.allows(self.at.step))
         if allowed:
             self.publishing.round()  # pushed while the checkpoint is written
@@ -283,37 +292,17 @@ class Trainer:
         """Send a report to the reporter, the hooks and the summaries."""
         eta_s = self.report.eta_s(self.at, rate, self.stream.total_rows())
         values = self._values() | {"samples_per_s": rate, "eta_s": eta_s}
-        self._marks["report"] = time.monotonic()
+        self._agenda.reported()
         self.reporter.progress(**values)
         self.hooks.on_progress(self.at.step, values)
         self.summaries.progress(values, self.rows)
-
-    def _due(self, what: str, every_s: float) -> bool:
-        """Whether a periodic action of a run on live sources is due, by the first rank's clock."""
-        live = self.reading.live is not None and self.ranks.first
-        return live and every_s > 0 and time.monotonic() - self._marks[what] >= every_s
 
     def _step(self, batches: Iterable[Batch | None]) -> tuple[int, Wishes]:
         """Train one step; return the number of samples on all ranks, and the actions that some rank wants."""
         self._last_batch = None
         self._loss, count = self.learner.learn(self._samples_of(batches), self.at.step + 1)
-        save = self.saver is not None and self.saver.wants(self.at.step + 1)
-        export, evaluate = self.exports.wants(), self._due("evaluate", self.config.eval.every_s)
-        every = self.config.eval.every_steps
-        pause = save or export or evaluate or bool(every and (self.at.step + 1) % every == 0)
-        push = self.publishing.wants(pause)
-        if push or export:
-            allowed = self.guard.allows(self.at.step)
-            push, export = push and allowed, export and allowed
-        wants = Wishes(
-            stop=self.stop() or self.guard.stops,
-            save=save,
-            push=push,
-            export=export,
-            report=self._due("report", self.config.out.log_s),
-            evaluate=evaluate,
-            has_more=self.reading.live is not None and self._last_batch is not None,
-        )
+        has_more = self.reading.live is not None and self._last_batch is not None
+        wants = self._agenda.after(self.at.step, has_more=has_more)
         total, *wishes = self.learner.step((count, *map(float, wants)), self.at.step)
         if self._last_batch is not None:
             self.reader = self._last_batch.state
@@ -348,7 +337,7 @@ class Trainer:
         if self.reading.eval is None:
             return False
         values = self.evaluate()
-        self._marks["evaluate"] = time.monotonic()
+        self._agenda.evaluated()
         if not values["samples"]:
             self.reporter.note("there are no samples in the files of [data] eval, so the evaluation has no result")
         is_best = self.at.judge(self.config.eval.sign * values[self.config.eval.metric])
@@ -382,19 +371,6 @@ class Trainer:
         if self._save() is None:
             at.kept_step, at.kept_value = before
 
-    def _restore_best(self) -> bool:
-        """Restore the rows and weights of the best evaluation; return whether that changed any."""
-        at = self.at
-        if self.saver is None or at.kept_step in (None, at.step) or at.restored:
-            return False
-        why_not = self.saver.load_best(self._snapshot(), at, self._files)
-        if why_not is not None:
-            self.reporter.note(f"{why_not}; the run ends with the model of the last step")
-            return False
-        at.restored = True
-        at.other_changes += 1
-        return True
-
     def _rows_read(self) -> int:
         """The number of rows that all ranks have read from the current files, up to the last complete window."""
         return int(self.ranks.sum(torch.tensor([self.reader["rows"]], device="cpu")))
@@ -418,33 +394,19 @@ class Trainer:
             return None
         if self.saver.has(self.at.step) and not replace:
             return self.saver.newest
-        begun = time.perf_counter()
-        self.hooks.before_save(self.at.step)
-        try:
+
+        def take() -> Snapshot:
             snapshot = self._snapshot()
             if self._writes is not None:
                 snapshot.reader = {**self.reader, **self._writes.state()}
-            path = self.saver.save(snapshot, self.at, self._files)
-        except OSError as error:
-            what = f"the checkpoint of step {self.at.step:,} could not be written ({error})"
-            newest = f"The newest is {self.saver.newest}" if self.saver.newest else "There is no other checkpoint"
-            if last:
-                raise OSError(f"{what} at the end of the run. {newest}") from error
-            text = f"{what}; the run continues and tries again at the next one. {newest}"
-            self.reporter.failed("checkpoint", text)
-            return None
-        self.reading.acknowledge(self.reader)
-        self.reporter.saved(step=self.at.step, path=path, seconds=time.perf_counter() - begun)
-        self.hooks.after_save(self.at.step)
-        return self.saver.newest
+            return snapshot
 
-    def _start_fresh(self, saver: Saver) -> None:
-        moved = saver.start_over()
-        self.reading.forget()
-        if moved is not None:
-            self.reporter.note(f"--fresh: the checkpoints of {saver.directory} were moved to {moved}")
-        if self.rows.remote:
-            self.reporter.note("--fresh: the parameter servers keep their current rows")
+        self.hooks.before_save(self.at.step)
+        path = self.saver.save(take, self.at, self._files, last=last)
+        if path is not None:
+            self.reading.acknowledge(self.reader)
+            self.hooks.after_save(self.at.step)
+        return path
 
     def _init_from(self, path: str) -> None:
         """Load rows and weights from another run, and report which."""
