@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from shoal.cli import ps
+from shoal.cli.servers import ps, serving
 
 
 @pytest.mark.parametrize("flag", ["--allow-insecure", "--insecure"])
@@ -26,7 +26,7 @@ def test_a_server_that_has_to_start_again_waits_for_room_on_its_disk(monkeypatch
             raise answer
         return answer
 
-    monkeypatch.setattr(ps, "_serve_once", serve_once)
+    monkeypatch.setattr(serving, "_serve_once", serve_once)
     monkeypatch.setattr("shoal.sharded.ps.server.engine.ROOM_EVERY_S", 0.01)
     assert ps.main([]) == 0
     assert caplog.text.count("is waiting for free disk space") == 2

@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "join impressions with later actions from two live streams into training samples",
     ),
     "table": ("shoal.cli.table", "inspect, compare, verify, convert and reshard checkpoints of tables"),
-    "ps": ("shoal.cli.ps", "run a parameter server for one shard, and manage its keys and checkpoints"),
+    "ps": ("shoal.cli.servers.ps", "run a parameter server for one shard, and manage its keys and checkpoints"),
     "agent": ("shoal.cli.agent", "run one process of a serving cluster, or manage its registry"),
     "gather": ("shoal.cli.gather", "gather, inspect, replay or simulate a window of peers' updates"),
     "bench": ("shoal.cli.bench", "measure one part of the library on this machine"),
