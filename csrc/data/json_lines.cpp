@@ -165,11 +165,13 @@ void use_value(const ExampleLayout& layout, const Use& use, std::string_view nam
       return;
     case What::dense:
       if (value.kind == Scalar::null || (value.kind == Scalar::text && value.view.empty())) return;
-      if (in_list || !number_of(value, &number)) bad_value(name, "must be a finite number" + got());
+      if (in_list || !number_of(value, &number) || !fits_float(number))
+        bad_value(name, "must be a finite number" + got());
       out->dense[use.index] = static_cast<float>(number);
       return;
     case What::label:
-      if (in_list || !number_of(value, &number)) bad_value(name, "is the label and must be a number" + got());
+      if (in_list || !number_of(value, &number) || !fits_float(number))
+        bad_value(name, "is the label and must be a number" + got());
       out->label = number, out->labelled = true;
       return;
     case What::time:

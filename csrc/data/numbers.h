@@ -3,16 +3,23 @@
 #include <charconv>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <string>
 #include <string_view>
 
 namespace shoal {
 
+// A finite number; one that is too small for a double is 0.
 inline bool to_number(std::string_view cell, double* out) {
   if (!cell.empty() && cell[0] == '+') cell.remove_prefix(1);
   const auto result = std::from_chars(cell.data(), cell.data() + cell.size(), *out);
-  return result.ec == std::errc() && result.ptr == cell.data() + cell.size() && std::isfinite(*out);
+  if (result.ptr != cell.data() + cell.size()) return false;
+  if (result.ec == std::errc::result_out_of_range) *out = std::strtod(std::string(cell).c_str(), nullptr);
+  return result.ec != std::errc::invalid_argument && std::isfinite(*out);
 }
+
+// Whether a number is finite as a float, which rows and nets compute with.
+inline bool fits_float(double number) { return std::isfinite(static_cast<float>(number)); }
 
 inline bool to_float(std::string_view cell, float* out) {
   if (!cell.empty() && cell.size() <= 7) {  // short integers: most numbers in logs
@@ -27,6 +34,12 @@ inline bool to_float(std::string_view cell, float* out) {
   }
   if (!cell.empty() && cell[0] == '+') cell.remove_prefix(1);
   const auto result = std::from_chars(cell.data(), cell.data() + cell.size(), *out);
+  if (result.ec == std::errc::result_out_of_range) {
+    double number;
+    if (!to_number(cell, &number)) return false;
+    *out = static_cast<float>(number);
+    return std::isfinite(*out);
+  }
   return result.ec == std::errc() && result.ptr == cell.data() + cell.size() && std::isfinite(*out);
 }
 

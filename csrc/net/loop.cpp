@@ -304,22 +304,23 @@ void Loop::accept_from(int listener) {
 
 void Loop::open(int fd, std::string address) {
   const uint64_t id = next_id_++;
+  std::unique_ptr<Connection> made;  // closes the descriptor, also after an exception
   try {
     std::unique_ptr<TlsSession> tls = front_->tls() ? front_->tls()->accept(fd) : nullptr;
-    auto made =
+    made =
         std::make_unique<Connection>(this, this, front_->options().limits, id, fd, std::move(tls), std::move(address));
     made->interest = EPOLLIN | EPOLLRDHUP;
     epoll_event event{made->interest, {.u64 = kConnection | id}};
     if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event)) {
       front_->remove_descriptor(fd);
-      return;  // the connection's destructor closes the descriptor
+      return;
     }
     touch(made.get());
     connections_[id] = std::move(made);
     count_ = connections_.size();
   } catch (const std::exception&) {
     front_->remove_descriptor(fd);
-    ::close(fd);
+    if (!made) ::close(fd);
   }
 }
 

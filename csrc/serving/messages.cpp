@@ -118,7 +118,8 @@ std::vector<uint8_t> tensor_values(const uint8_t* data, Span span, int64_t field
     if (reader.field != field) continue;
     const auto [begin, size] = reader.type == wire::varint ? Span{} : reader.span();
     const uint8_t* from = data + begin;
-    if (width && (reader.type == wire::varint || size % width)) {
+    if (width && reader.type == wire::varint) throw std::invalid_argument("numbers of this type must not be varints");
+    if (width && size % width) {
       throw std::invalid_argument("the bytes of a list must be a multiple of " + std::to_string(width) + ", got " +
                                   std::to_string(size));
     }

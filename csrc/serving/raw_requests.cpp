@@ -6,6 +6,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "data/numbers.h"
 #include "data/raw_columns.h"
 #include "serving/batch.h"
 #include "serving/messages.h"
@@ -208,8 +209,9 @@ class RequestReader::Reading {
     const auto numbers = static_cast<int64_t>(reader_.set_.numbers.size());
     for (int64_t row = 0; row < n; ++row) {
       const double value = mine.kind == RawKind::number ? mine.reals[row] : static_cast<double>(mine.integers[row]);
-      if (std::isinf(value)) return false;
-      if (!std::isnan(value)) dense_[row * numbers + number] = static_cast<float>(value);
+      if (std::isnan(value)) continue;
+      if (!fits_float(value)) return false;
+      dense_[row * numbers + number] = static_cast<float>(value);
     }
     return true;
   }

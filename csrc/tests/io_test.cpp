@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>

@@ -5,6 +5,8 @@ import math
 import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -147,9 +149,6 @@ def test_raw_values_give_what_the_reader_gives_to_the_last_bit(tmp_path):
 
 @pytest.mark.parametrize("dictionary", [False, True])
 def test_a_parquet_file_gives_the_same(tmp_path, dictionary):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
     table = pa.table(RAW)
     if dictionary:
         for name in ("user", "country"):
@@ -309,3 +308,22 @@ def test_the_logarithm_is_exact_to_the_precision_of_float():
     want = torch.copysign(torch.log1p(x.double().abs()), x.double())
     ours = make_inputs(schema, {"x": x}).dense[:, 0]
     torch.testing.assert_close(ours.double(), want, rtol=1.2e-7, atol=0)
+
+
+def test_numbers_beyond_float32_are_bad_in_every_format_and_tiny_ones_are_zero(tmp_path):
+    schema = Schema(label="y", dense=("x",), sparse=("u",))
+    values = ["1e300", "-1e39", "1e-300", "1e-60", "2.5", "3.4e38"]
+    (tmp_path / "a.csv").write_text("y,x,u\n" + "".join(f"1,{x},u\n" for x in values) + "1e300,1,u\n")
+    (tmp_path / "a.json").write_text(
+        "".join(f'{{"y": 1, "x": {x}, "u": "u"}}\n' for x in values) + '{"y": 1e300, "x": 1, "u": "u"}\n'
+    )
+    floats = [*map(float, values), 1.0]
+    pq.write_table(pa.table({"y": [1.0] * 6 + [1e300], "x": floats, "u": ["u"] * 7}), tmp_path / "a.parquet")
+    for name in ("csv", "json", "parquet"):
+        samples, bad = read(tmp_path / f"a.{name}", name, schema)
+        assert samples.dense.view(-1).tolist() == torch.tensor([0, 0, 2.5, 3.4e38]).tolist()
+        assert len(bad) == 3
+    for x in floats[:2]:
+        with pytest.raises(ConfigError, match="number 'x' must be finite in float32"):
+            make_inputs(schema, {"x": [x], "u": ["u"]})
+    assert make_inputs(schema, {"x": floats[2:6], "u": ["u"] * 4}).dense.view(-1).tolist()[:2] == [0, 0]

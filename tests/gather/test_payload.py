@@ -248,6 +248,35 @@ def test_gradients_that_are_not_finite_are_refused():
         compress(g, spec)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e39])
+def test_a_bad_gradient_leaves_the_carried_over_errors_of_all_parameters(bad):
+    spec = small_spec()
+    compressor = Compressor(spec)
+    compressor.compress(gradients(spec, 1))
+    before = {name: memory.clone() for name, memory in compressor.memory.items()}
+    last = spec.params[-1].name
+    g = {name: each.double() for name, each in gradients(spec, 2).items()}
+    g[last].view(-1)[0] = bad
+    with pytest.raises(ConfigError, match=f"{last}.*must be finite"):
+        compressor.compress(g)
+    assert all(torch.equal(memory, before[name]) for name, memory in compressor.memory.items())
+    compressor.compress(gradients(spec, 3))
+
+
+def test_a_sum_that_overflows_is_refused_and_changes_nothing():
+    spec = small_spec()
+    compressor = Compressor(spec)
+    g = gradients(spec, 1)
+    compressor.compress(g)
+    last = spec.params[-1].name
+    compressor.memory[last].view(-1)[0] = 3e38
+    before = {name: memory.clone() for name, memory in compressor.memory.items()}
+    g[last].view(-1)[0] = 3e38
+    with pytest.raises(ConfigError, match=f"{last}.*finite sum"):
+        compressor.compress(g)
+    assert all(torch.equal(memory, before[name]) for name, memory in compressor.memory.items())
+
+
 # ---- digest and norms
 
 

@@ -104,12 +104,13 @@ def table_samples(form: ParquetFormat, table: Any, path: str) -> tuple[Samples, 
     numbers = torch.stack(dense, 1) if dense else torch.empty(part.num_rows, 0, device="cpu")
     time = _numbers(part, schema.time, path, missing=float("nan")) if schema.time else None
     made, bad = _ids(form, part, path)
+    label, numbers = label.float(), numbers.float()
     good = torch.isfinite(label) & torch.isfinite(numbers).all(1)
     if time is not None:
         good &= torch.isfinite(time)
         time = time.nan_to_num().long()
     good[list(bad)] = False
-    samples = Samples(label=label.float(), dense=numbers.float(), ids=made.ids, offsets=made.offsets, time=time)
+    samples = Samples(label=label, dense=numbers, ids=made.ids, offsets=made.offsets, time=time)
     if bool(good.all()):
         return samples, []
     what = "a number" if time is None else f"a number or the time {schema.time!r}"

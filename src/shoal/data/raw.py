@@ -210,9 +210,9 @@ def _numbers(values: Any, n: int, name: str, default: float) -> Tensor:
         elif not isinstance(values, np.ndarray):
             values = [np.nan if value is None else value for value in values]
         with np.errstate(invalid="ignore"):  # a NaN of any bits is a missing value
-            numbers = torch.from_numpy(np.array(values, np.float64).reshape(n))
+            numbers = torch.from_numpy(np.array(values, np.float64).reshape(n)).float()
     except (TypeError, ValueError) as error:
         raise ConfigError(f"number {name!r} must have one number per sample ({error})") from None
     if bool(torch.isinf(numbers).any()):
-        raise ConfigError(f"number {name!r} must be finite, got infinity")
-    return torch.where(torch.isnan(numbers), default, numbers).float()
+        raise ConfigError(f"number {name!r} must be finite in float32, got infinity")
+    return torch.where(torch.isnan(numbers), default, numbers)

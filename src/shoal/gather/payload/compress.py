@@ -11,6 +11,8 @@ from shoal.errors import ConfigError
 from shoal.gather.payload.codec import dequantize, pack12, quantize, unpack12
 from shoal.gather.payload.spec import GradientSpec, ParamSpec
 
+_NEVER_OVERFLOWS = 1e30  # below half the distance of the largest float32 values, so adding it to one never overflows
+
 
 def pseudo_gradient(before: Mapping[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the parameters before the inner steps minus those after: what an outer SGD step of rate 1 subtracts."""
@@ -36,10 +38,16 @@ class Compressor:
     def compress(
         self, gradients: Mapping[str, Tensor], *, global_step: int = 0, window: int | None = None
     ) -> dict[str, Any]:
-        """Return a payload of all parameters of the spec; ``gradients`` maps names to tensors of their shapes."""
+        """Return a payload of all parameters of the spec; ``gradients`` maps names to tensors of their shapes.
+
+        Raises:
+            ConfigError: a gradient is missing, has another shape or is not finite; the memory is unchanged.
+        """
         state: dict[str, Any] = {}
         for param in self.spec.params:
-            gradient = self._checked(param, gradients)
+            self._check_finite(param, _gradient(param, gradients))
+        for param in self.spec.params:
+            gradient = _gradient(param, gradients).to("cpu", torch.float32).contiguous()
             memory = None
             if self.error_feedback:
                 memory = self.memory.setdefault(param.name, torch.zeros(param.shape, device="cpu"))
@@ -49,17 +57,16 @@ class Compressor:
             payload["metadata"] = {"window": int(window)}
         return payload
 
-    def _checked(self, param: ParamSpec, gradients: Mapping[str, Tensor]) -> Tensor:
-        if param.name not in gradients:
-            raise ConfigError(f"compress: gradients must have an entry for parameter {param.name!r}")
-        gradient = gradients[param.name].detach()
-        if hasattr(gradient, "full_tensor"):  # a DTensor
-            gradient = gradient.full_tensor()
-        if tuple(gradient.shape) != param.shape:
-            raise ConfigError(
-                f"compress: {param.name!r} must have the spec's shape {param.shape}, got {tuple(gradient.shape)}"
-            )
-        return gradient.to("cpu", torch.float32).contiguous()
+    def _check_finite(self, param: ParamSpec, gradient: Tensor) -> None:
+        most = max(abs(float(each)) for each in torch.aminmax(gradient)) if gradient.numel() else 0.0
+        memory = self.memory.get(param.name)
+        if not most <= torch.finfo(torch.float32).max:
+            what = "the gradient must be finite in float32, got NaN or infinity"
+        elif most > _NEVER_OVERFLOWS and memory is not None and not _sum(gradient, self.decay, memory).isfinite().all():
+            what = "the gradient and the carried-over error must have a finite sum, got infinity; call reset()"
+        else:
+            return
+        raise ConfigError(f"compress: parameter {param.name!r}: {what}; nothing was compressed")
 
     def _compress_param(self, param: ParamSpec, gradient: Tensor, memory: Tensor | None, state: dict[str, Any]) -> None:
         indices = torch.empty(*param.grid, param.k, dtype=torch.int32, device="cpu")
@@ -97,6 +104,23 @@ class Compressor:
                 f"Compressor: the state must be of spec {self.spec.hash}, got one of spec {state['spec_hash']}"
             )
         self.memory = {name: t.clone() for name, t in state["memory"].items()}
+
+
+def _gradient(param: ParamSpec, gradients: Mapping[str, Tensor]) -> Tensor:
+    if param.name not in gradients:
+        raise ConfigError(f"compress: gradients must have an entry for parameter {param.name!r}")
+    gradient = gradients[param.name].detach()
+    if hasattr(gradient, "full_tensor"):  # a DTensor
+        gradient = gradient.full_tensor()
+    if tuple(gradient.shape) != param.shape:
+        raise ConfigError(
+            f"compress: {param.name!r} must have the spec's shape {param.shape}, got {tuple(gradient.shape)}"
+        )
+    return gradient
+
+
+def _sum(gradient: Tensor, decay: float, memory: Tensor) -> Tensor:
+    return gradient.to("cpu", torch.float32) + decay * memory
 
 
 def compress(
