@@ -49,6 +49,8 @@ class Schema:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(f"data: every column must have one role, but {', '.join(map(repr, twice))} has several")
+        if not all((*self.dense, *self.sparse)):
+            raise ConfigError("data: dense and sparse must name columns, got an empty name")
         if not self.label:
             raise ConfigError("data: label must name the column to predict, got an empty name")
         if not self.dense and not self.sparse:
