@@ -168,7 +168,7 @@ RENAMES = {
     "gather/protocol/spill.py",
     "serving/cluster/directory_store.py",
     "table/offline/exchange.py",
-    "train/loop/export.py",
+    "train/loop/rows/exported.py",
 }
 
 

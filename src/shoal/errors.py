@@ -116,6 +116,19 @@ def missing_extra(package: str, extra: str) -> MissingExtraError:
     return MissingExtraError(f'{package} is not installed; install it with: pip install "shoal[{extra}]"')
 
 
+_EXTRAS = {
+    "grpc": ("grpcio", "server"), "zmq": ("pyzmq", "server"), "prometheus_client": ("prometheus-client", "server"),
+    "rich": ("rich", "cli"), "tyro": ("tyro", "cli"), "matplotlib": ("matplotlib", "cli"),
+    "pyarrow": ("pyarrow", "train"), "safetensors": ("safetensors", "train"),
+}  # fmt: skip
+
+
+def as_missing_extra(error: ModuleNotFoundError) -> MissingExtraError | None:
+    """The error to raise instead of ``error`` if an extra has the missing module; None if none has it."""
+    found = _EXTRAS.get((error.name or "").partition(".")[0])
+    return None if found is None else missing_extra(*found)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'epochs'?)`` for a name that is close to a known one, else an empty string.
 

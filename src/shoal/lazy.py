@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shoal.errors import as_missing_extra
+
 _ROOT = Path(__file__).parent.parent
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,9 +27,12 @@ def exports(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[],
     def get(name: str) -> Any:
         if name not in origins:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(origins[name])
-        is_module = module.__name__ == package or not hasattr(module, name)
-        value = import_module(f"{origins[name]}.{name}") if is_module else getattr(module, name)
+        try:
+            module = import_module(origins[name])
+            is_module = module.__name__ == package or not hasattr(module, name)
+            value = import_module(f"{origins[name]}.{name}") if is_module else getattr(module, name)
+        except ModuleNotFoundError as error:
+            raise as_missing_extra(error) or error from None
         setattr(sys.modules[package], name, value)
         return value
 

@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 
 from shoal.cli.shared.usage import usage_text
-from shoal.errors import ConfigError, ShoalError, did_you_mean
+from shoal.errors import ConfigError, ShoalError, as_missing_extra, did_you_mean
 
 # name -> (module with `main(argv) -> int`, one line of help). Modules are imported only when they are called.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -82,6 +82,12 @@ def main(argv: list[str] | None = None) -> int:
     except (ShoalError, OSError) as error:
         print(f"shoal {argv[0]}: {error}", file=sys.stderr)
         return exit_code_of(error)
+    except ModuleNotFoundError as error:
+        missing = as_missing_extra(error)
+        if missing is None:
+            raise
+        print(f"shoal {argv[0]}: {missing}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"shoal {argv[0]}: interrupted", file=sys.stderr)
         return 130

@@ -8,16 +8,15 @@ import inspect
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shoal import _core
 from shoal.comm.ranks.ranks import Ranks
-from shoal.durable import Draft, Series, file_bases, temporary_path
+from shoal.durable import Draft, Series, file_bases
 from shoal.errors import ConfigError
 from shoal.serving.export.features import OUTPUTS, ServedFeatures
 from shoal.serving.export.manifest import Manifest, TableSpec, TensorSpec
@@ -29,77 +28,7 @@ from shoal.serving.server.table_signatures import table_signatures
 from shoal.stamps import Stamp
 from shoal.table.checkpoint import naming
 from shoal.table.config.messages import FloatCompressorConfig
-from shoal.table.config.optim import Sgd
-from shoal.table.table import HashTable
-
-Page = tuple[Tensor, Tensor]
-"""Ids ``[n]`` and their weights ``[n, D]``."""
-_PER_FILE = 1 << 26  # bytes of weights per file, if they come in pages
-
-
-class ExportedRows:
-    """The rows of one table to export: a table on this rank, or pages of ids and weights.
-
-    Args:
-        table: the rows of this rank; with ``pages``, only its name and width are used.
-        pages: yields rows that are elsewhere.
-    """
-
-    def __init__(self, table: HashTable, pages: Callable[[], Iterator[Page]] | None = None) -> None:
-        self.table, self.pages = table, pages
-        self.name, self.dim = table.name, table.dim_size
-
-    def write(self, folder: str, base: str, ranks: Ranks, each: int) -> dict[str, Any]:
-        """Write this rank's files; return their digests and the number of rows."""
-        if self.pages is not None:
-            return self._write_pages(os.path.join(folder, base), self.pages()) if ranks.first else _no_files()
-        names = [f"{base}-{ranks.rank * each + i:05d}-of-{each * ranks.world_size:05d}" for i in range(each)]
-        return _save(self.table, [os.path.join(folder, name) for name in names])
-
-    def _write_pages(self, base: str, pages: Iterator[Page]) -> dict[str, Any]:
-        """Write files of a few pages each, and name them at the end, when their number is known."""
-        parts: list[str] = []
-        done = _no_files()
-        room = _PER_FILE // (4 * self.dim)
-        waiting: list[Page] = []
-
-        def flush() -> None:
-            if not waiting and parts:
-                return
-            held = HashTable(self.dim, optimizer=Sgd(), initializer="zeros", name=self.name)
-            for ids, values in waiting:
-                held.assign(ids, values)
-            waiting.clear()
-            parts.append(f"{base}-part-{len(parts)}")
-            written = _save(held, [parts[-1]])
-            done["rows"] += written["rows"]
-            done["files"][parts[-1]] = next(iter(written["files"].values()))
-
-        for page in pages:
-            waiting.append(page)
-            if sum(len(ids) for ids, _ in waiting) >= room:
-                flush()
-        flush()
-        files = {}
-        for index, part in enumerate(parts):
-            path = naming.shard_path(base, index, len(parts))
-            os.rename(part, path)
-            files[os.path.basename(path)] = done["files"][part]
-        return {"files": files, "rows": done["rows"]}
-
-
-def _no_files() -> dict[str, Any]:
-    return {"files": {}, "rows": 0}
-
-
-def _save(table: HashTable, paths: Sequence[str]) -> dict[str, Any]:
-    """Write only weights, including those of rows that will expire at the next checkpoint."""
-    drafts = [temporary_path(path) for path in paths]
-    written = _core.save([table.source(stale=True)], drafts, list(paths), False, 0, None, False)
-    return {
-        "files": {os.path.basename(path): digest for path, (_, digest) in zip(paths, written, strict=True)},
-        "rows": sum(sum(rows) for rows, _ in written),
-    }
+from shoal.train.loop.rows.exported import ExportedRows
 
 
 def write_export(
@@ -153,7 +82,7 @@ def write_export(
         }  # fmt: skip
         manifest = _manifest(Path(draft.path), int(os.path.basename(target)), model_name, net, features, step, compiled)
         manifest.tables = [_spec(one, bases[one.name], count, codec) for one, count in zip(tables, rows, strict=True)]
-        views = [TableView(_empty(one)) for one in tables]
+        views = [TableView(one.empty()) for one in tables]
         pushes = table_signatures(views, lambda: Servable({}))
         manifest.signatures |= {key: made.spec for key, made in pushes.items() if made.push}
         manifest.stamps = {name: Stamp(*stamp) for name, stamp in begun["stamps"].items()}
@@ -212,12 +141,8 @@ def _forward_names(net: nn.Module) -> tuple[str, str]:
     return named[0], named[1]
 
 
-def _empty(one: ExportedRows) -> HashTable:
-    return HashTable(one.dim, optimizer=Sgd(), initializer="zeros", name=one.name)
-
-
 def _spec(one: ExportedRows, base: str, rows: int, codec: str) -> TableSpec:
-    config = serving_config(_empty(one).table_config, compressor(codec))
+    config = serving_config(one.empty().table_config, compressor(codec))
     config.initial_capacity = max(1, rows)
     return TableSpec(
         name=one.name, kind="hash", sub_tables=[], dims=[one.dim], asset_prefix=base, asset_dir="assets",

@@ -24,7 +24,8 @@ from shoal.table.checkpoint.manifest import Manifest
 from shoal.table.config.optim import Sgd
 from shoal.table.table import HashTable
 from shoal.train.loop.checkpoint import load_model
-from shoal.train.loop.export import ExportedRows, write_export
+from shoal.train.loop.export import write_export
+from shoal.train.loop.rows.exported import ExportedRows
 
 
 def export_checkpoint(

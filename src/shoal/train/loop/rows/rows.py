@@ -18,8 +18,8 @@ from shoal.stamps import Stamp
 from shoal.table.table import HashTable
 from shoal.train.loop.checkpoint import Target
 from shoal.train.loop.config import Config
-from shoal.train.loop.export import ExportedRows
 from shoal.train.loop.progress import Progress
+from shoal.train.loop.rows.exported import ExportedRows
 from shoal.train.loop.rows.features import pooling_of
 from shoal.train.loop.table_config import PlannedTable, TableConfig
 

@@ -11,8 +11,8 @@ from shoal.errors import ConfigError, DeadlineError, UnsupportedError
 from shoal.stamps import Stamp
 from shoal.table.config.optim import Sgd
 from shoal.table.table import HashTable
-from shoal.train.loop.export import ExportedRows, Page
 from shoal.train.loop.progress import Progress
+from shoal.train.loop.rows.exported import ExportedRows, Page
 from shoal.train.loop.rows.rows import Rows
 from shoal.train.loop.rows.writes import NamedWrites
 
