@@ -45,7 +45,7 @@ def test_the_last_checkpoint_that_fails_ends_the_run_and_the_one_before_is_whole
 
 def test_by_time_it_is_tried_again_after_the_time_and_not_after_every_step(data, tmp_path, monkeypatch):
     now = [1000.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, strftime=time.strftime)
+    clock = SimpleNamespace(**vars(time) | {"monotonic": lambda: now[0]})
     monkeypatch.setattr("shoal.train.loop.saving.time", clock)
     with open_run(settings(data, tmp_path, out_dot_every_s=60.0))[0] as one, file_limit() as limit:
         assert not one.saver.wants(1)
@@ -80,7 +80,7 @@ def train_beside_a_full_disk(rank, world, *, data, out):
     with file_limit() as limit:
         told, failure = Told(at_steps(limit, {6: 5000, 10: None, 15: 5000} if rank == 1 else {})), None
         with trainer(settings(data, out, out_dot_every_steps=4), reporter=told) as one:
-            one.reporter = told  # also on the rank that prints nothing
+            one.reporter = one.saver.reporter = told  # also on the rank that prints nothing
             try:
                 one.run()
             except OSError as error:

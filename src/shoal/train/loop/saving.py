@@ -44,8 +44,7 @@ class Saver:
         assert config.out.dir is not None
         self.directory = config.out.dir
         self.series = checkpoints_of(self.directory)
-        self.config, self.ranks, self.rows = config, ranks, rows
-        self._reporter, self._note = reporter, reporter.note
+        self.config, self.ranks, self.rows, self.reporter = config, ranks, rows, reporter
         self.timer = timer or SaveTimer()
         self._saved_at = time.monotonic()
         self.newest: str | None = None
@@ -143,9 +142,9 @@ class Saver:
             if last:
                 raise OSError(f"{what} at the end of the run. {newest}") from error
             text = f"{what}; the run continues and tries again at the next one. {newest}"
-            self._reporter.failed("checkpoint", text)
+            self.reporter.failed("checkpoint", text)
             return None
-        self._reporter.saved(step=at.step, path=path, seconds=time.perf_counter() - begun)
+        self.reporter.saved(step=at.step, path=path, seconds=time.perf_counter() - begun)
         return path
 
     def _write(self, snapshot: Snapshot, at: Progress, files: list[list[Any]]) -> str:
@@ -180,9 +179,9 @@ class Saver:
         if target == self.newest or damage is not None or step in self._damaged:
             remove_folder(target)
             if target != self.newest:
-                self._note(f"the damaged checkpoint {target} was replaced by a new one")
+                self.reporter.note(f"the damaged checkpoint {target} was replaced by a new one")
         else:
-            self._note(f"{target} belongs to another run and was moved to {self._move_aside([step])}")
+            self.reporter.note(f"{target} belongs to another run and was moved to {self._move_aside([step])}")
 
     def _prune(self, at: Progress) -> None:
         if self.ranks.first:
@@ -193,7 +192,7 @@ class Saver:
                 forget_rollback(self.directory)
                 _remove_drafts(self.directory)
             except OSError as error:
-                self._note(f"old checkpoints could not be removed from {self.directory} ({error})")
+                self.reporter.note(f"old checkpoints could not be removed from {self.directory} ({error})")
         self.ranks.barrier()
 
     def _contents(self) -> list[dict[str, Any]]:
@@ -218,7 +217,7 @@ class Saver:
 
         moved = self.ranks.together(start)[0]
         if moved is not None:
-            self._note(f"--fresh: the checkpoints of {self.directory} were moved to {moved}")
+            self.reporter.note(f"--fresh: the checkpoints of {self.directory} were moved to {moved}")
 
     def _move_aside(self, steps: list[int]) -> str | None:
         if not steps:
@@ -257,7 +256,7 @@ class Saver:
                 raise why  # a checkpoint of version 0.1 has no digests: it is damaged if it cannot be read
 
         try:
-            at = self.series.load_newest(load, self._note, verify)
+            at = self.series.load_newest(load, self.reporter.note, verify)
         except DataError as error:
             if error is why:  # not about damage
                 raise
@@ -276,15 +275,19 @@ class Saver:
         self.rolled_back = True
         later = request["reader"]
         if later is None:
-            self._note(f"rolled back to step {at.step:,}; the samples since then are read again")
+            self.reporter.note(f"rolled back to step {at.step:,}; the samples since then are read again")
         elif later.get("files", files) == files:
             readers = later["readers"]
             same = later.get("world") == self.ranks.world_size
             snapshot.reader = readers[self.ranks.rank] if same else snapshot.deal(readers)
             at.epoch = later["progress"]["epoch"]
-            self._note(f"rolled back to step {at.step:,}; samples that were already trained on are not read again")
+            self.reporter.note(
+                f"rolled back to step {at.step:,}; samples that were already trained on are not read again"
+            )
         else:
-            self._note(f"rolled back to step {at.step:,}; the files have changed, so the later position is not used")
+            self.reporter.note(
+                f"rolled back to step {at.step:,}; the files have changed, so the later position is not used"
+            )
 
     def _load(self, found: Found, snapshot: Snapshot, files: list[list[Any]]) -> Progress:
         saved = found.saved
@@ -317,11 +320,11 @@ class Saver:
         self.rows.restore(found.path, content)
         if content.get("files", files) != files and not snapshot.reader.get("begun"):
             snapshot.reader, at.epoch = {}, 0
-            self._note(
+            self.reporter.note(
                 f"{found.path} was reading other files; rows and weights are kept, and reading starts at the first file"
             )
         elif content["world"] != self.ranks.world_size:
-            self._note(
+            self.reporter.note(
                 f"{found.path} was written by {content['world']} rank(s) and this run has {self.ranks.world_size}; "
                 f"redistributing the rows and the rest of epoch {at.epoch + 1}"
             )
@@ -333,7 +336,7 @@ class Saver:
             return False
         why_not = self._load_best(take(), at, files)
         if why_not is not None:
-            self._note(f"{why_not}; the run ends with the model of the last step")
+            self.reporter.note(f"{why_not}; the run ends with the model of the last step")
             return False
         at.restored = True
         at.other_changes += 1
