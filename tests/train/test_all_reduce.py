@@ -18,7 +18,13 @@ from shoal.comm import (
 )
 from shoal.errors import AggregationError, ConfigError, ShapeError, TransportError
 from shoal.testing import faults, mpi_unavailable, run_mpi, run_ranks, run_threads
-from shoal.train import AllReduceAggregator, LocalAggregator, ParameterServer
+from shoal.train import (
+    AllReduceAggregator,
+    CompressedAggregator,
+    LocalAggregator,
+    ParameterServer,
+    TopKCompressor,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SHAPES = [(3, 5), (), (0, 4), (17,), (1,), (2, 3, 4), (257,)]
@@ -113,9 +119,11 @@ class Recording(Transport):
 
     def __init__(self, inner):
         self.inner, self.rank, self.world_size, self.sent = inner, inner.rank, inner.world_size, []
+        self.lengths = []
 
     def send(self, dest, data):
         self.sent.append((dest, bytes(memoryview(data))))
+        self.lengths.append(len(data))
         self.inner.send(dest, data)
 
     def recv(self, src, timeout=None):
@@ -126,6 +134,22 @@ class Recording(Transport):
 
     def close(self):
         self.inner.close()
+
+
+@pytest.mark.parametrize("kind", ["ring", "ordered", "server", "compressed"])
+def test_the_length_of_a_message_is_its_number_of_bytes(kind):
+    def work(t):
+        t = Recording(t)
+        aggregator = {
+            "server": lambda: ParameterServer(config(t), t),
+            "compressed": lambda: CompressedAggregator(config(t), t, TopKCompressor(0.5)),
+        }.get(kind, lambda: AllReduceAggregator(config(t), t, algorithm=kind))()
+        aggregator.aggregate([torch.arange(4.0), torch.ones(2, dtype=torch.float64), torch.empty(0)])
+        return [(n, len(data)) for n, (_, data) in zip(t.lengths, t.sent, strict=True)]
+
+    for lengths in run_threads(3, work):
+        assert lengths
+        assert all(told == sent for told, sent in lengths)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -102,6 +102,17 @@ def test_any_floats_are_ranked_nan_first_then_by_magnitude_then_index(values, da
         assert select(x, k, nonfinite="keep", order="index").tolist() == sorted(want)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool])
+def test_integers_are_ranked_to_the_ends_of_their_range(dtype):
+    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    x = torch.tensor([1, most, 0, least, 1], dtype=dtype)
+    for k in range(1, 6):
+        want = stable([int(v) for v in x.tolist()], k)
+        (c,) = compress_gradients([x], k / 5)
+        assert c.indices.tolist() == want
+        assert c.values.tolist() == [x.tolist()[i] for i in want]
+
+
 def test_large_tensors_agree_with_a_stable_sort():
     x = torch.randn(300_007)
     x[1000:200_000:3] = 0.5
@@ -137,8 +148,9 @@ def test_damage_is_an_error_never_a_small_gradient():
 
     with pytest.raises(CompressionError, match="one shape per gradient, got 0 for 1"):
         decompress_gradients([make([0], [1.0])], [])
-    with pytest.raises(ShapeError):
-        decompress_gradients([make([0], [1.0])], [(5,)])
+    for shape in ((5,), (-2, -2)):
+        with pytest.raises(ShapeError):
+            decompress_gradients([make([0], [1.0])], [shape])
     for indices in ([4], [-1], [1 << 60]):
         with pytest.raises(CompressionError, match=r"must be in \[0, 4\), got"):
             decompress_gradients([make(indices, [1.0])], [(4,)])

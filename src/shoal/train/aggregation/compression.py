@@ -103,7 +103,11 @@ def topk_indices_reference(flat: Tensor, k: int, *, nonfinite: str = "raise", or
 
     It finds the k-th magnitude without sorting, then takes everything above it and the lowest indices equal to it.
     """
-    size = (flat.float() if flat.is_floating_point() and flat.dtype != torch.float64 else flat).abs()
+    if flat.is_floating_point():
+        size = (flat if flat.dtype == torch.float64 else flat.float()).abs()
+    else:
+        wide = flat.long()
+        size = ~torch.minimum(wide, -wide)  # |x| - 1, because -(2**63) has no absolute value
     if not flat.is_floating_point() or bool(torch.isfinite(size).all()):
         least = torch.topk(size, k, sorted=False).values.min()
         above = (size > least).nonzero().flatten()
@@ -172,7 +176,7 @@ def decompress_gradients(
 
 
 def _decompress(i: int, c: CompressedGradient, shape: tuple[int, ...], duplicates: str) -> Tensor:
-    if math.prod(shape) != c.original_len:
+    if math.prod(shape) != c.original_len or min(shape, default=0) < 0:
         raise ShapeError(
             f"decompress_gradients: the shape of gradient {i} must have {c.original_len} elements, got {shape}"
         )

@@ -32,9 +32,11 @@ class ByteExchange(Exchange):
         self.next = (self.rank + 1) % self.world_size
         self.previous = (self.rank - 1) % self.world_size
 
-    def _send(self, dest: int, data: object, nbytes: int) -> None:
+    def _send(self, dest: int, data: bytes | np.ndarray) -> None:
+        if isinstance(data, np.ndarray):  # as bytes, because a user's transport may ask for the length of its message
+            data = memoryview(data).cast("B") if data.nbytes else b""
         self.transport.send(dest, data)
-        self.bytes_sent += nbytes
+        self.bytes_sent += len(data)
         self.messages += 1
 
     def _recv(self, src: int, nbytes: int | None = None) -> bytes:
@@ -49,21 +51,21 @@ class ByteExchange(Exchange):
         self.bytes_received += len(data)
         return data
 
-    def _step(self, outgoing: object, out_bytes: int, in_bytes: int | None) -> bytes:
+    def _step(self, outgoing: bytes | np.ndarray, in_bytes: int) -> bytes:
         """One ring step: send ``outgoing`` to the next rank, return the previous rank's message."""
         with self.waiting():
             if self.rank % 2 == 0:
-                self._send(self.next, outgoing, out_bytes)
+                self._send(self.next, outgoing)
                 return self._recv(self.previous, in_bytes)
             data = self._recv(self.previous, in_bytes)
-            self._send(self.next, outgoing, out_bytes)
+            self._send(self.next, outgoing)
             return data
 
     def extremes(self, value: int) -> tuple[int, int]:
         low = high = value
         with self._uncounted():
             for _ in range(self.world_size - 1):
-                other = struct.unpack("<qq", self._step(struct.pack("<qq", low, high), 16, 16))
+                other = struct.unpack("<qq", self._step(struct.pack("<qq", low, high), 16))
                 low, high = min(low, other[0]), max(high, other[1])
         return low, high
 
@@ -72,7 +74,7 @@ class ByteExchange(Exchange):
         with self._uncounted():
             for s in range(self.world_size - 1):
                 sent = values[(self.rank - s) % self.world_size]
-                values[(self.rank - s - 1) % self.world_size] = self._step(sent, len(sent), len(value))
+                values[(self.rank - s - 1) % self.world_size] = self._step(sent, len(value))
         return values
 
     @contextmanager
@@ -86,10 +88,10 @@ class ByteExchange(Exchange):
 
     def all_gather(self, data: Tensor) -> list[Tensor]:
         mine = as_numpy(data)
-        parts: list[object] = [mine] * self.world_size
+        parts: list[bytes | np.ndarray] = [mine] * self.world_size
         for s in range(self.world_size - 1):
             sent = parts[(self.rank - s) % self.world_size]
-            parts[(self.rank - s - 1) % self.world_size] = self._step(sent, mine.nbytes, mine.nbytes)
+            parts[(self.rank - s - 1) % self.world_size] = self._step(sent, mine.nbytes)
         return [torch.from_numpy(np.frombuffer(p, np.uint8).copy()).to(data.device) for p in parts]  # type: ignore[arg-type]
 
     def ring(self, flat: Tensor) -> Tensor:
@@ -101,19 +103,19 @@ class ByteExchange(Exchange):
         rank, world = self.rank, self.world_size
         for s in range(world - 1):
             out, into = chunks[(rank - s) % world], chunks[(rank - s - 1) % world]
-            data = self._step(out, out.nbytes, into.nbytes)
+            data = self._step(out, into.nbytes)
             with np.errstate(all="ignore"):  # infinity and NaN are legal values
                 np.add(into, np.frombuffer(data, values.dtype), out=into)
         for s in range(world - 1):
             out, into = chunks[(rank + 1 - s) % world], chunks[(rank - s) % world]
-            into[:] = np.frombuffer(self._step(out, out.nbytes, into.nbytes), values.dtype)
+            into[:] = np.frombuffer(self._step(out, into.nbytes), values.dtype)
         return torch.from_numpy(values).to(flat.device)
 
     def sum_in_order(self, flat: Tensor, owner: int, divisor: float | None) -> Tensor:
         values = as_numpy(flat)
         with self.waiting():
             if self.rank != owner:
-                self._send(owner, values, values.nbytes)
+                self._send(owner, values)
                 return self._tensor(self._recv(owner, values.nbytes), flat)
             parts = []
             for src in range(self.world_size):
@@ -122,7 +124,7 @@ class ByteExchange(Exchange):
             result = as_numpy(total)
             for dest in range(self.world_size):
                 if dest != owner:
-                    self._send(dest, result, result.nbytes)
+                    self._send(dest, result)
         return total
 
     @staticmethod
@@ -147,7 +149,7 @@ class ByteExchange(Exchange):
         head = COUNT.pack(-1 if tensors is None else len(messages))
         for dest in range(1, self.world_size):
             for message in (head, *messages):
-                self._send(dest, message, len(message))
+                self._send(dest, message)
         if tensors is None:
             raise AggregationError("rank 0 has no parameters to broadcast")
         return [t.detach().clone() for t in tensors]
