@@ -1,6 +1,7 @@
 """The exceptions that Shoal raises; each also derives from the built-in that a caller would expect."""
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class ShoalError(Exception):
@@ -8,7 +9,16 @@ class ShoalError(Exception):
 
 
 class DistributedError(ShoalError, RuntimeError):
-    """Base class of the errors of communication and distributed training."""
+    """Base class of the errors of communication and distributed training; pickles and copies keep all attributes."""
+
+    def __reduce__(self) -> tuple:
+        return _unpickled, (type(self), self.args, vars(self))
+
+
+def _unpickled(kind: type[DistributedError], args: tuple, attributes: dict[str, Any]) -> DistributedError:
+    error = kind.__new__(kind, *args)  # without a constructor, whose arguments need not be ``args``
+    vars(error).update(attributes)
+    return error
 
 
 class ConfigError(DistributedError, ValueError):
@@ -74,13 +84,6 @@ class TransportError(DistributedError):
         super().__init__(message or kind)
         self.kind = kind
         self.peer = peer
-
-    def __reduce__(self) -> tuple:
-        return _transport_error, (str(self), self.kind, self.peer)
-
-
-def _transport_error(message: str, kind: str, peer: int | None) -> TransportError:
-    return TransportError(message, kind=kind, peer=peer)
 
 
 class SerializationError(DistributedError, DataError):
