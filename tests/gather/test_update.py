@@ -1,6 +1,7 @@
 """The outer update: arithmetic, order, memory, duplicates, ledger, failures."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -551,6 +552,8 @@ def test_whole_window_reports_and_metrics():
     )  # fmt: skip
     assert report.decision == "APPLY"
     assert report.upload.wait(100)
+    again = pickle.loads(pickle.dumps(report))  # as a rank hands its report to the process that started it
+    assert (again.upload.ok, again.result, again.update) == (True, report.result, report.update)
     assert seen["gather/success_rate", WINDOW] == 10 / 12
     assert seen["gather/skipped/too_late", WINDOW] == 1
     assert seen["gather/reserve_used", WINDOW] == 3

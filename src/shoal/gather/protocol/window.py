@@ -44,6 +44,9 @@ class Upload:
             self.thread.join(timeout_s)
         return self.ok
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"thread": None}  # a report can cross processes; its thread cannot
+
 
 @dataclass(kw_only=True)
 class WindowReport:
