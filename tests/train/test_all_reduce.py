@@ -267,10 +267,22 @@ def test_a_mismatch_is_reported_on_all_ranks_before_data_moves(what, algorithm):
     run_threads(3, mismatched, what, algorithm, timeout_s=200)
 
 
+@pytest.mark.parametrize(
+    "other", [{"average": False}, {"algorithm": "ordered"}, {"accumulate": "float64"}, {"bucket_bytes": 8}], ids=str
+)
+def test_ranks_with_other_settings_are_told(other):
+    def work(t):
+        settings = {"algorithm": "ring"} | (other if t.rank == 1 else {})
+        with pytest.raises(AggregationError, match="settings"):
+            AllReduceAggregator(config(t), t, **settings).aggregate([torch.ones(3), torch.ones(4)])
+
+    run_threads(3, work)
+
+
 def test_a_mismatch_shows_what_this_rank_passed():
     def work(t):
         mine = [torch.ones(3)] if t.rank else []
-        text = r"those of this rank \(1\): \(3,\) float32\. " if t.rank else r"those of this rank \(0\): none\. "
+        text = r"the gradients of this rank \(1\): \(3,\) float32\. " if t.rank else r"of this rank \(0\): none\. "
         with pytest.raises(AggregationError, match=text):
             AllReduceAggregator(config(t), t).aggregate(mine)
 

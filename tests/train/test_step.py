@@ -95,6 +95,27 @@ def test_the_failing_ranks_own_exception_comes_out_whatever_the_others_do():
     run_threads(2, work, timeout_s=200)
 
 
+def test_a_rank_that_cannot_apply_does_not_leave_the_others_waiting_for_its_loss():
+    def work(t):
+        def apply(gradients):
+            if t.rank == 1:
+                raise KeyError("no room")
+
+        def step():
+            agg = AllReduceAggregator(config(t), t)
+            return distributed_train_step(lambda: (t.rank, [torch.ones(1)]), apply, agg, reduce_loss=True)
+
+        began = time.monotonic()
+        if t.rank == 1:
+            with pytest.raises(KeyError, match="no room"):
+                step()
+        else:
+            assert step() == 1.0
+        assert time.monotonic() - began < 30  # not the transport's deadline
+
+    run_threads(3, work)
+
+
 def test_input_that_raises_on_one_rank_ends_the_epoch_on_all():
     def batches(t):
         yield 1.0

@@ -82,16 +82,15 @@ def distributed_train_step(
         raise
     if agree:
         _raise_if_failed(_share(aggregator, "int", OK))
+    # Before the gradients are applied: a rank that fails to apply them must not leave the others waiting for its loss.
+    losses = _share(aggregator, "float", loss) if reduce_loss else [loss]
     finite = nonfinite == "apply" or all(bool(torch.isfinite(g).all()) for g in aggregate)
     if finite:
         apply_gradients_fn(aggregate)
     elif nonfinite == "raise":
         bad = [i for i, g in enumerate(aggregate) if not bool(torch.isfinite(g).all())]
         raise AggregationError(f"aggregated gradients {bad[:8]} contain NaN or infinity; no rank applied this step")
-    if reduce_loss:
-        losses = _share(aggregator, "float", loss)
-        loss = sum(losses) / len(losses)
-    return loss
+    return sum(losses) / len(losses)
 
 
 def _report(aggregator: Any, flag: int) -> None:

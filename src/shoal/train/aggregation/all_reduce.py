@@ -26,8 +26,9 @@ class AllReduceAggregator(ExchangingAggregator):
             bits depend only on the inputs. ``auto``: native if the transport has collectives, else ring.
         accumulate: float16 and bfloat16 are summed in ``float32`` and rounded once; with ``float64``, float32 is
             summed in float64 as well.
-        check: ``always`` compares count, shapes and dtypes between ranks before data moves; ``first`` does so only in
-            the first call; ``never`` trusts the caller: a mismatch then causes wrong numbers or a timeout.
+        check: ``always`` compares count, shapes, dtypes and these settings between ranks before data moves; ``first``
+            does so only in the first call; ``never`` trusts the caller: a mismatch then causes wrong numbers or a
+            timeout.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class AllReduceAggregator(ExchangingAggregator):
         if self.config.world_size == 1:
             return clones(gradients)
         with self._measured(self._chosen) as stats:
-            self._agree(gradients, average=self.average)
+            settings = (self._chosen, self.average, self.accumulate, self.bucket_bytes)
+            self._agree(gradients, average=self.average, extra=settings)
             buckets = make_buckets(gradients, self.bucket_bytes)
             stats["buckets"] = len(buckets)
             sums = (

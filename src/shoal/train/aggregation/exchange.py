@@ -154,7 +154,8 @@ def agree(exchange: Exchange, gradients: Sequence[Tensor], extra: Any = None, pr
         more = f" and {len(gradients) - 8} more" if len(gradients) > 8 else ""
         raise AggregationError(
             f"rank {exchange.rank} of {exchange.world_size}: all ranks must pass gradients of the same count, shapes "
-            f"and dtypes, but they differ or a rank failed earlier; those of this rank ({len(gradients)}): "
+            "and dtypes to aggregators with the same settings, but they differ or a rank failed earlier; the gradients "
+            f"of this rank ({len(gradients)}): "
             f"{shapes}{more}. Nothing was reduced."
         )
 
