@@ -81,8 +81,8 @@ def test_payload_bytes_are_those_of_an_honest_payload():
         assert validate_payload(payload(spec, 1), spec).download_bytes == spec.payload_bytes
 
 
-@pytest.mark.parametrize("kwargs", [{"target_chunk": 0}, {"topk": 0}])
-def test_sizes_below_one_are_config_errors(kwargs):
+@pytest.mark.parametrize("kwargs", [{"target_chunk": 0}, {"topk": 0}, {"target_chunk": 2.5}, {"topk": True}])
+def test_sizes_other_than_counts_are_config_errors(kwargs):
     with pytest.raises(ConfigError):
         GradientSpec.from_model(model_of(), **kwargs)
     with pytest.raises(ConfigError):

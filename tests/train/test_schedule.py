@@ -95,7 +95,7 @@ def test_schedules_take_the_ideal_time_and_hold_the_stated_activations(stages, m
 
 
 def test_wrong_settings():
-    for bad in ((0, 1), (1, 0), (2, 2, "zigzag")):
+    for bad in ((0, 1), (1, 0), (2, 2, "zigzag"), (1.5, 1), (1, "2"), (True, 1)):
         with pytest.raises(ConfigError):
             PipelineParallelConfig(*bad)
     with pytest.raises(ConfigError):

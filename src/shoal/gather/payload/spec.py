@@ -116,8 +116,8 @@ class ParamSpec:
     def of(cls, name: str, shape: Iterable[int], *, target_chunk: int = 64, topk: int = 64) -> "ParamSpec":
         """Choose the chunk sizes, ``k`` and the codec of a parameter, by the rule of producers and validators."""
         shape = tuple(shape)
-        if target_chunk < 1 or topk < 1:
-            raise ConfigError(f"target_chunk and topk must be at least 1, got {target_chunk} and {topk}")
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in (target_chunk, topk)):
+            raise ConfigError(f"target_chunk and topk must be ints, at least 1, got {target_chunk!r} and {topk!r}")
         if math.prod(shape) == 0:
             raise ConfigError(f"parameter {name!r} must have elements, got shape {shape}; exclude it with params=[...]")
         if len(shape) <= 1:

@@ -20,10 +20,11 @@ class PipelineParallelConfig:
     schedule: str = "1f1b"
 
     def __post_init__(self) -> None:
-        if self.num_stages < 1 or self.num_micro_batches < 1:
+        counts = (self.num_stages, self.num_micro_batches)
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in counts):
             raise ConfigError(
-                "PipelineParallelConfig: num_stages and num_micro_batches must be at least 1, got "
-                f"{self.num_stages} and {self.num_micro_batches}"
+                "PipelineParallelConfig: num_stages and num_micro_batches must be ints, at least 1, got "
+                f"{self.num_stages!r} and {self.num_micro_batches!r}"
             )
         _check_schedule(self.schedule)
 
