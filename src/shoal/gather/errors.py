@@ -81,34 +81,12 @@ class BudgetTooSmall(GatherError, ValueError):
         super().__init__(f"budget_bytes is too small{': ' + detail if detail else ''}; use at least {self.needed}")
 
 
-_PEER = frozenset(
-    [
-        "corrupt_container",
-        "unsafe_container",
-        "not_a_mapping",
-        "empty_payload",
-        "bad_global_step",
-        "window_mismatch",
-        "unknown_param",
-        "missing_param",
-        "incomplete_param",
-        "bad_value_dtype",
-        "empty_values",
-        "bad_value_shape",
-        "bad_topk",
-        "missing_quant_params",
-        "bad_quant_params",
-        "bad_index_dtype",
-        "bad_index_length",
-        "index_out_of_range",
-        "duplicate_index",
-        "nonfinite_values",
-        "value_too_large",
-        "too_early",
-        "too_late",
-        "oversize",
-    ]
-)
+_PEER = frozenset([
+    "corrupt_container", "unsafe_container", "not_a_mapping", "empty_payload", "bad_global_step", "window_mismatch",
+    "unknown_param", "missing_param", "incomplete_param", "bad_value_dtype", "empty_values", "bad_value_shape",
+    "bad_topk", "missing_quant_params", "bad_quant_params", "bad_index_dtype", "bad_index_length",
+    "index_out_of_range", "duplicate_index", "nonfinite_values", "value_too_large", "too_early", "too_late", "oversize",
+])  # fmt: skip
 _UNKNOWN = frozenset({"not_found", "timeout"})
 _LOCAL = frozenset({"store_error", "local_error", "changed_during_read", "rank_failed"})
 REASONS = _PEER | _UNKNOWN | _LOCAL

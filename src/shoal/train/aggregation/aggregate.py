@@ -98,18 +98,12 @@ class ExchangingAggregator(GradientAggregator):
         """Raise on every rank unless all can continue; ``problem`` is an error that only this rank has."""
         exchange = self._exchange
         assert exchange is not None
-        problem = problem or find_problem(gradients)
+        problem = problem or find_problem(gradients, average)
         if self.check == "always" or (self.check == "first" and not self._checked):
             agree(exchange, [] if problem else gradients, extra, problem)
             self._checked = True
         if problem is not None:
             raise problem
-        integers = [i for i, g in enumerate(gradients) if not g.is_floating_point()]
-        if average and integers:
-            raise AggregationError(
-                f"{type(self).__name__}: gradient {integers[0]} must be floating point to be averaged, got "
-                f"{gradients[integers[0]].dtype}; use average=False or convert it"
-            )
 
     @contextmanager
     def _measured(self, algorithm: str) -> Iterator[dict[str, Any]]:
@@ -130,8 +124,8 @@ class ExchangingAggregator(GradientAggregator):
         self.last_stats = stats
 
 
-def find_problem(gradients: Sequence[Any]) -> Exception | None:
-    """The reason why this rank's gradients cannot be reduced, or None."""
+def find_problem(gradients: Sequence[Any], average: bool = False) -> Exception | None:
+    """The reason why this rank's gradients cannot be reduced, or averaged, or None."""
     for i, gradient in enumerate(gradients):
         if not isinstance(gradient, Tensor):
             return AggregationError(
@@ -141,6 +135,11 @@ def find_problem(gradients: Sequence[Any]) -> Exception | None:
             return AggregationError(f"gradient {i} must be dense, got layout {gradient.layout}; call to_dense() first")
         if gradient.dtype not in REDUCIBLE:
             return AggregationError(f"gradient {i} must have a real number dtype, got {gradient.dtype}")
+        if average and not gradient.is_floating_point():
+            return AggregationError(
+                f"gradient {i} must be floating point to be averaged, got {gradient.dtype}; use average=False, or "
+                "convert it"
+            )
     return None
 
 

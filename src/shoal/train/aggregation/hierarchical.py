@@ -101,7 +101,7 @@ class HierarchicalAggregator(GradientAggregator):
         return padded[:size]
 
     def _agree(self, gradients: list[Tensor]) -> None:
-        problem = find_problem(gradients)
+        problem = find_problem(gradients, self.average)
         mine = -1 - self._rank if problem else signature(gradients)
         low, high = self._intra.extremes(mine)
         low, _ = self._inter.extremes(low)
@@ -112,10 +112,4 @@ class HierarchicalAggregator(GradientAggregator):
             raise AggregationError(
                 "HierarchicalAggregator: all ranks must pass gradients of the same count, shapes and dtypes, but they "
                 f"differ; the count on rank {self._rank} is {len(gradients)}. Nothing was reduced."
-            )
-        integers = [i for i, g in enumerate(gradients) if not g.is_floating_point()]
-        if self.average and integers:
-            raise AggregationError(
-                f"HierarchicalAggregator: gradient {integers[0]} must be floating point to be averaged, got "
-                f"{gradients[integers[0]].dtype}; use average=False or convert it"
             )

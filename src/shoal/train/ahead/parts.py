@@ -24,22 +24,13 @@ class PartPath(NamedTuple):
         return batch
 
 
-class Recipe:
+class Recipe(NamedTuple):
     """Makes the arguments of a call from parts of a batch, constants, and new containers around them."""
 
-    def __init__(
-        self, make: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]], paths: tuple[PartPath, ...]
-    ) -> None:
-        self._make = make
-        self.paths = paths
-
-    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments for a batch.
-
-        Raises:
-            LookupError, AttributeError, TypeError: the batch does not have such parts.
-        """
-        return self._make(batch)
+    arguments: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
+    """Returns the positional and keyword arguments for a batch; raises LookupError, AttributeError or TypeError if the
+    batch does not have such parts."""
+    paths: tuple[PartPath, ...]
 
 
 def learn_recipe(batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recipe | None:
