@@ -240,6 +240,32 @@ def test_error_feedback_delays_but_never_loses():
     assert compressor.memory == {}
 
 
+def test_a_compressors_memory_is_loaded_in_any_layout_and_dtype_but_only_in_its_shape():
+    spec = small_spec()
+    compressor = Compressor(spec)
+    compressor.compress(gradients(spec, 1))
+    saved = compressor.state_dict()
+    want = payload_digest(compressor.compress(gradients(spec, 2)), spec)
+    for change in (lambda t: t.t().contiguous().t(), torch.Tensor.double):
+        other = Compressor(spec)
+        other.load_state_dict(saved | {"memory": {name: change(t) for name, t in saved["memory"].items()}})
+        assert payload_digest(other.compress(gradients(spec, 2)), spec) == want
+    for wrong in ({"p0": torch.zeros(1)}, {"other": torch.zeros(10)}):
+        with pytest.raises(ConfigError, match="must have shape"):
+            other.load_state_dict(saved | {"memory": saved["memory"] | wrong})
+        assert other.memory["p0"].shape == (64, 48)
+
+
+@pytest.mark.parametrize("k", [8, 1], ids=["packed12", "i32"])
+def test_a_payload_of_another_shape_is_not_decompressed(k):
+    spec = GradientSpec.from_model(model_of(), target_chunk=16, topk=k, quant=None)
+    for key in ("p0vals", "p0idxs"):
+        made = payload(spec, 1)
+        made["state_dict"][key] = made["state_dict"][key].reshape(-1)[:3].clone()
+        with pytest.raises(PayloadRejected, match="p0"):
+            decompress(made, spec)
+
+
 def test_gradients_that_are_not_finite_are_refused():
     spec = small_spec()
     g = gradients(spec, 1)

@@ -10,6 +10,7 @@ from shoal import _core
 from shoal.errors import ConfigError
 from shoal.gather.payload.codec import dequantize, pack12, quantize, unpack12
 from shoal.gather.payload.spec import GradientSpec, ParamSpec
+from shoal.gather.payload.validate import checked_param
 
 _NEVER_OVERFLOWS = 1e30  # below half the distance of the largest float32 values, so adding it to one never overflows
 
@@ -99,11 +100,19 @@ class Compressor:
         return {"spec_hash": self.spec.hash, "memory": {name: t.clone() for name, t in self.memory.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a ``state_dict``; raises ConfigError and changes nothing if it is not of this spec."""
         if state["spec_hash"] != self.spec.hash:
             raise ConfigError(
                 f"Compressor: the state must be of spec {self.spec.hash}, got one of spec {state['spec_hash']}"
             )
-        self.memory = {name: t.clone() for name, t in state["memory"].items()}
+        shapes, memory = {param.name: param.shape for param in self.spec.params}, {}
+        for name, kept in state["memory"].items():
+            if tuple(kept.shape) != shapes.get(name):
+                raise ConfigError(
+                    f"Compressor: the memory of {name!r} must have shape {shapes.get(name)}, got {tuple(kept.shape)}"
+                )
+            memory[name] = kept.detach().to("cpu", torch.float32).clone(memory_format=torch.contiguous_format)
+        self.memory = memory
 
 
 def _gradient(param: ParamSpec, gradients: Mapping[str, Tensor]) -> Tensor:
@@ -131,13 +140,17 @@ def compress(
 
 
 def decompress(payload: Mapping[str, Any], spec: GradientSpec) -> dict[str, Tensor]:
-    """Return the dense float32 tensors of one valid payload; zero where it sent nothing."""
-    state, dense = payload["state_dict"], {}
+    """Return the dense float32 tensors of one valid payload; zero where it sent nothing.
+
+    Raises:
+        PayloadRejected: a tensor is missing, or its shape or dtype is not that of the spec.
+    """
+    dense = {}
     for param in spec.params:
-        idxs, vals = state[param.name + "idxs"], state[param.name + "vals"]
-        if vals.dtype == torch.uint8:
-            vals = dequantize(vals, state[param.name + "quant_params"])
-        indices = unpack12(idxs, (*param.grid, param.k)) if param.codec == "packed12" else idxs.long().contiguous()
+        idxs, vals, quant = checked_param(payload["state_dict"], param, spec)
+        if quant is not None:
+            vals = dequantize(vals, quant)
+        indices = unpack12(idxs, (*param.grid, param.k)) if param.codec == "packed12" else idxs.long()
         values = vals.to(torch.float32).contiguous()
         out = torch.zeros(param.shape, device="cpu")
         _core.gather_scatter_chunks(out.data_ptr(), *param.blocks, param.k, indices.data_ptr(), values.data_ptr())

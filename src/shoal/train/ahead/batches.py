@@ -66,7 +66,7 @@ class Mover:
         works_on: a GPU on which other data is prepared for steps.
     """
 
-    def __init__(self, device: torch.device | None, works_on: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None, works_on: torch.device | None) -> None:
         self.device = device
         gpu = next((one for one in (device, works_on) if one is not None and one.type == "cuda"), None)
         self.stream = None if gpu is None else torch.cuda.Stream(gpu)

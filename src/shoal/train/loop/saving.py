@@ -38,14 +38,12 @@ class Saver:
     All ranks must call its methods together, except `wants`, `has` and `release`.
     """
 
-    def __init__(
-        self, config: Config, ranks: Ranks, rows: Rows, reporter: Reporter, timer: SaveTimer | None = None
-    ) -> None:
+    def __init__(self, config: Config, ranks: Ranks, rows: Rows, reporter: Reporter, timer: SaveTimer) -> None:
         assert config.out.dir is not None
         self.directory = config.out.dir
         self.series = checkpoints_of(self.directory)
         self.config, self.ranks, self.rows, self.reporter = config, ranks, rows, reporter
-        self.timer = timer or SaveTimer()
+        self.timer = timer
         self._saved_at = time.monotonic()
         self.newest: str | None = None
         """The checkpoint that this run wrote last, or resumed from."""
