@@ -46,6 +46,19 @@ def test_one_rank_alone_keeps_its_gradients():
     reducer.finish()  # no new gradients: the result is unchanged
 
 
+def test_sparse_gradients_become_dense():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    reducer = OverlappedReducer(model)
+    for _ in range(2):  # the second backward adds to a dense gradient
+        model(torch.tensor([1, 3, 1])).sum().backward()
+        reducer.finish()
+    row = 2 * model[1].weight.detach()[0]
+    want = torch.zeros(5, 3)
+    want[1], want[3] = 2 * row, row
+    assert torch.equal(model[0].weight.grad, want)
+
+
 def test_a_second_backward_before_finish_is_refused_instead_of_lost():
     layer = nn.Linear(3, 2)
     reducer = OverlappedReducer(layer)

@@ -11,6 +11,7 @@ from torch import Tensor
 from shoal.comm.launch.config import DistributedConfig
 from shoal.errors import AggregationError, ConfigError, StepAborted, TransportError
 from shoal.train.aggregation.aggregate import GradientAggregator
+from shoal.train.aggregation.buckets import gradient_of
 
 OK, FAILED, ENDED = 0, 1, 2  # flags that ranks exchange
 _END = object()
@@ -148,19 +149,12 @@ def train_epoch_distributed(
 
         def compute(batch: Any = batch) -> tuple[Any, list[Tensor]]:
             loss = step_fn(batch)
-            return loss, [_gradient(p) for p in params]
+            return loss, [gradient_of(p) for p in params]
 
         losses.append(distributed_train_step(compute, lambda grads: _apply(params, grads, optimizer), aggregator))
     if not losses:
         raise ConfigError("train_epoch_distributed: every rank must have at least one batch, got none")
     return EpochMetrics(sum(losses) / len(losses), len(losses))
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros_like(parameter)
-    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _apply(params: list[Tensor], gradients: list[Tensor], optimizer: torch.optim.Optimizer) -> None:

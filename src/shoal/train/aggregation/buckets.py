@@ -30,6 +30,14 @@ def make_buckets(tensors: Sequence[Tensor], bucket_bytes: int, *, by_dtype: bool
     return buckets
 
 
+def gradient_of(parameter: Tensor) -> Tensor:
+    """A parameter's gradient, dense; zeros if it has none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
 def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """One flat copy of ``tensors``, in ``dtype`` if given."""
     dtype = dtype or tensors[0].dtype

@@ -8,6 +8,7 @@ import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,10 +34,11 @@ class ByteExchange(Exchange):
         self.previous = (self.rank - 1) % self.world_size
 
     def _send(self, dest: int, data: bytes | np.ndarray) -> None:
+        message: Any = data
         if isinstance(data, np.ndarray):  # as bytes, because a user's transport may ask for the length of its message
-            data = memoryview(data).cast("B") if data.nbytes else b""
-        self.transport.send(dest, data)
-        self.bytes_sent += len(data)
+            message = data.data.cast("B") if data.nbytes else b""
+        self.transport.send(dest, message)
+        self.bytes_sent += len(message)
         self.messages += 1
 
     def _recv(self, src: int, nbytes: int | None = None) -> bytes:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shoal.comm.ranks.torch_ranks import default_ranks
 from shoal.errors import ConfigError, DistributedError
 from shoal.train.aggregation.aggregate import new_stats
-from shoal.train.aggregation.buckets import BUCKET_BYTES, make_buckets
+from shoal.train.aggregation.buckets import BUCKET_BYTES, gradient_of, make_buckets
 from shoal.train.aggregation.exchange import divide_, named_errors
 
 Hook = Callable[[int, Tensor], "torch.futures.Future[Tensor]"]
@@ -80,9 +80,7 @@ class OverlappedReducer:
     def _launch(self) -> None:
         b = self._launched
         self._launched += 1
-        parameters = [self.parameters[i] for i in self.buckets[b]]
-        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-        flat = torch.cat([g.detach().reshape(-1) for g in grads])
+        flat = torch.cat([gradient_of(self.parameters[i]).detach().reshape(-1) for i in self.buckets[b]])
         if self.hook is not None:
             work: Any = self.hook(b, flat)
         elif self.world_size > 1:
@@ -96,7 +94,8 @@ class OverlappedReducer:
     def finish(self) -> None:
         """Reduce the remaining buckets, wait, and write the means into ``grad``.
 
-        A parameter without a gradient counts as zeros, and keeps ``grad=None`` when no rank had one.
+        A parameter without a gradient counts as zeros, and keeps ``grad=None`` when no rank had one. Sparse gradients
+        become dense.
         """
         try:
             self._finish()
@@ -143,7 +142,7 @@ class OverlappedReducer:
     def _write(parameter: Tensor, part: Tensor, present: bool) -> None:
         if not present:
             return
-        if parameter.grad is None:
+        if parameter.grad is None or parameter.grad.is_sparse:
             parameter.grad = part.view(parameter.shape).to(parameter.device, copy=True)
         else:
             parameter.grad.copy_(part.view(parameter.shape))
