@@ -33,18 +33,17 @@ void budget(nb::module_& m) {
   nb::class_<EvictOptions>(m, "EvictOptions")
       .def(
           "__init__",
-          [](EvictOptions* self, int policy, int64_t max_rows, std::shared_ptr<Budget> bytes, bool shared,
-             uint32_t min_age_s, uint32_t epoch_s, bool if_better) {
+          [](EvictOptions* self, int policy, int64_t max_rows, std::shared_ptr<Budget> bytes, uint32_t min_age_s,
+             uint32_t epoch_s, bool if_better) {
             new (self) EvictOptions{choice("the eviction policy", policy, Policy::slru),
                                     max_rows > 0 ? max_rows : Budget::kUnlimited,
                                     std::move(bytes),
-                                    shared,
                                     min_age_s,
                                     epoch_s,
                                     if_better};
           },
-          nb::arg("policy"), nb::arg("max_rows"), nb::arg("bytes").none(), nb::arg("shared"), nb::arg("min_age_s"),
-          nb::arg("epoch_s"), nb::arg("if_better"));
+          nb::arg("policy"), nb::arg("max_rows"), nb::arg("bytes").none(), nb::arg("min_age_s"), nb::arg("epoch_s"),
+          nb::arg("if_better"));
 
   nb::class_<EvictedRows>(m, "EvictedRows")
       .def(nb::init<int64_t>(), nb::arg("limit"))

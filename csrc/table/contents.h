@@ -4,6 +4,8 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -86,14 +88,19 @@ struct Table::Contents {
       bytes += s.index.bytes() - static_cast<int64_t>(sizeof s.index - s.removed.capacity() * sizeof s.removed[0]);
     return bytes;
   }
-  // Charges another budget instead, if it has room.
-  void charge_to(const std::shared_ptr<Budget>& other) {
-    const int64_t bytes = charged_bytes();
-    if (other == budget || !other->take(bytes)) return;
-    budget->give(bytes);
-    rows.set_budget(other.get());
-    blocks.set_budget(other.get());
-    budget = other;
+  // Charges the other one's budget from now on, and the other one this budget. Changes nothing if it throws.
+  void trade_budgets(Contents& other) {
+    const int64_t more = other.charged_bytes() - charged_bytes();
+    if (!budget->take(more))
+      throw std::runtime_error("the memory budget has " + std::to_string(budget->limit() - budget->used()) +
+                               " bytes left, but the new rows take " + std::to_string(more) +
+                               " more than the old ones; nothing was changed");
+    other.budget->give(more);
+    std::swap(budget, other.budget);
+    for (Contents* each : {this, &other}) {
+      each->rows.set_budget(each->budget.get());
+      each->blocks.set_budget(each->budget.get());
+    }
   }
   Contents(const Contents&) = delete;
 

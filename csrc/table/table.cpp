@@ -152,18 +152,8 @@ int64_t Table::erase(const int64_t* ids, int64_t n) {
 }
 
 void Table::clear() {
-  if (!eviction_) {
-    Table empty(layout_, 0, expected_);
-    return swap_contents(empty);
-  }
-  // A full budget has no room for a second table: the new one is charged when the old one is gone.
-  EvictOptions options = eviction_->options;
-  options.bytes = std::make_shared<Budget>(eviction_->budget->limit());
-  auto empty = std::make_unique<Table>(layout_, 0, expected_, &options);
+  const auto empty = empty_twin();
   swap_contents(*empty);
-  empty.reset();
-  Locks<true> lock(*this, kAllStripes);
-  contents_->charge_to(eviction_->budget);
 }
 
 void Table::set_keeper(RowKeeper* keeper) {
@@ -206,6 +196,7 @@ void Table::swap_contents(Table& other) {
   }
   {
     Locks<true> lock(*this, kAllStripes);
+    if (eviction_) contents_->trade_budgets(*other.contents_);
     std::swap(contents_, other.contents_);
     if (eviction_) {
       eviction_->full = false;

@@ -154,7 +154,8 @@ class Table {
   // Says whether another table decides which rows leave, and calls `let_go` with them before each write: then any id
   // may use any free row. A write that finds no free row evicts rows itself.
   void follow(bool other);
-  // An empty table with the same layout and policy, and with its own budget of the same size.
+  // An empty table with the same layout and policy, for rows that will replace this table's (swap_contents()). Its
+  // budget is what other tables leave of this table's.
   std::unique_ptr<Table> empty_twin() const;
   int64_t erase(const int64_t* ids, int64_t n);
   void clear();

@@ -9,7 +9,8 @@ import torch
 import shoal
 from shoal import _core
 from shoal.errors import ConfigError
-from shoal.table import restore_incremental, save_incremental
+from shoal.table import HashTable, restore_incremental, save_incremental
+from shoal.table.checkpoint.tensors import load_table_state, table_state
 from shoal.table.tracking import TableTracker
 
 POLICIES = ["lru", "slru", "lfu", "epoch_lru", "epoch_lfu", "score"]
@@ -316,6 +317,47 @@ def test_tables_share_a_budget():
     assert all(table.size() > 1000 for table in tables)
     del table, tables
     assert budget.memory_bytes() == 0
+
+
+def test_a_table_that_fills_a_shared_budget_is_restored_and_cleared_within_it(tmp_path):
+    budget = shoal.MemoryBudget("4MiB")
+    table, other = make(max_bytes=budget), make(max_bytes=budget)
+    put(other, *range(1000))
+    for begin in range(0, 100_000, 5000):
+        put(table, *range(begin, begin + 5000))
+    kept = held(table)
+    assert budget.memory_bytes() > 0.9 * budget.max_bytes
+    table.save(tmp_path / "t")
+    state = table_state(table)
+    put(table, *range(200_000, 205_000))
+    for restore, source in ((HashTable.restore, tmp_path / "t"), (load_table_state, state)):
+        restore(table, source)
+        assert held(table) == kept
+        assert table.memory_bytes() + other.memory_bytes() == budget.memory_bytes() <= budget.max_bytes
+    check_rows(table)
+    put(table, *range(300_000, 305_000))
+    assert table.memory_bytes() + other.memory_bytes() == budget.memory_bytes() <= budget.max_bytes
+    table.clear()
+    assert table.memory_bytes() + other.memory_bytes() == budget.memory_bytes() < 1 << 20
+    assert other.restore(tmp_path / "t").size() == len(kept)  # there is room now
+    del table, other
+    assert budget.memory_bytes() == 0
+
+
+def test_a_restore_takes_only_what_other_tables_leave_of_a_shared_budget(tmp_path):
+    large = make(max_bytes="4MiB")
+    for begin in range(0, 100_000, 5000):
+        put(large, *range(begin, begin + 5000))
+    large.save(tmp_path / "t")
+    budget = shoal.MemoryBudget("4MiB")
+    table, other = make(max_bytes=budget), make(max_bytes=budget)
+    put(other, *range(20_000))
+    table.restore(tmp_path / "t")
+    assert 1000 < table.size() < large.size()
+    assert table.eviction_stats().refused == large.size() - table.size()
+    assert table.memory_bytes() + other.memory_bytes() == budget.memory_bytes() <= budget.max_bytes
+    check_rows(table)
+    check_rows(other)
 
 
 def hit_rates(policy, stream, capacity):

@@ -317,7 +317,11 @@ void Table::policy_keys(const int64_t* ids, int64_t n, bool lasting, int64_t* ou
 std::unique_ptr<Table> Table::empty_twin() const {
   if (!eviction_) return std::make_unique<Table>(layout_, 0, expected_);
   EvictOptions options = eviction_->options;
-  if (!options.shared) options.bytes = std::make_shared<Budget>(eviction_->budget->limit());
+  if (options.bytes) {
+    Locks<false> lock(*this, kAllStripes);
+    const int64_t others = options.bytes->used() - contents_->charged_bytes();
+    options.bytes = std::make_shared<Budget>(options.bytes->limit() - others);
+  }
   auto twin = std::make_unique<Table>(layout_, 0, expected_, &options);
   twin->eviction_->set_epoch(eviction_->epoch());
   twin->contents_->share_spare(true);

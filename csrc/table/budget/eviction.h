@@ -22,7 +22,6 @@ struct EvictOptions {
   Policy policy = Policy::lru;
   int64_t max_rows = Budget::kUnlimited;
   std::shared_ptr<Budget> bytes;  // null: unlimited
-  bool shared = false;            // other tables use the same budget of bytes
   uint32_t min_age_s = 0;         // younger rows stay
   uint32_t epoch_s = 0;           // length of an epoch; 0: the caller ends it
   bool if_better = false;         // refuse a new id with a lower key than the row that would leave for it

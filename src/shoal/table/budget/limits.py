@@ -81,6 +81,5 @@ def native_options(config: EmbeddingHashTableConfig, budget: MemoryBudget | None
     message = config.eviction
     native = budget.native if budget else _core.Budget(message.max_bytes) if message.max_bytes else None
     return _core.EvictOptions(
-        message.policy, message.max_rows, native, budget is not None, message.min_age_s, message.epoch_s,
-        message.if_better,
-    )  # fmt: skip
+        message.policy, message.max_rows, native, message.min_age_s, message.epoch_s, message.if_better
+    )

@@ -350,7 +350,7 @@ class StoredTable(HashTable):
         if self._budget is None:
             return _core.Table(self._layout.native, 0)
         policy = self.table_config.eviction.policy
-        return _core.Table(self._layout.native, 0, 1, _core.EvictOptions(policy, 0, None, False, 0, 0, False))
+        return _core.Table(self._layout.native, 0, 1, _core.EvictOptions(policy, 0, None, 0, 0, False))
 
     def _lasting(self) -> Callable[[Tensor], Tensor] | None:
         """The function that returns the eviction policy's state of rows; None without a budget."""
