@@ -206,6 +206,11 @@ def test_extra_restore_names_are_copied():
     assert HashTableConfigInstance(config(), [1.0]).extra_restore_names == []
 
 
+def test_one_name_in_place_of_a_list_of_restore_names_is_refused():
+    with pytest.raises(ConfigError, match="extra_restore_names must be a list of names, got 'old'"):
+        HashTableConfigInstance(config(), [1.0], "old")
+
+
 @pytest.mark.parametrize(
     ("arguments", "step", "rate"),
     [

@@ -370,6 +370,18 @@ def test_values_may_have_the_shape_of_the_ids_or_be_flat():
     assert t.lookup(ids(4, 6)).tolist() == [[6, 7], [2, 3]]
 
 
+def test_entries_are_listed_for_ids_of_any_shape():
+    t = one(2)
+    t.assign(ids(1, 3), torch.ones(2, 2))
+    flat = t.lookup_entry(ids(1, 2, 3, 4))
+    assert [bool(entry) for entry in flat] == [True, False, True, False]
+    assert t.lookup_entry(ids(1, 2, 3, 4).view(2, 2)) == flat
+    assert t.lookup_entry(torch.tensor(3)) == flat[2:3]
+    segment = CombineAsSegment(2, ZerosInitializer(), SgdOptimizer())
+    multi = MultiHashTable.from_configs({"a": instance([segment], [1.0])})
+    assert multi.lookup_entry({"a": ids(1, 2).view(2, 1)}) == {"a": [b"", b""]}
+
+
 def test_rows_that_are_quantized_or_not_checked_take_values_that_are_not_finite():
     bad = torch.tensor([[float("nan"), float("inf")]])
     quantized = hash_table_from_config(

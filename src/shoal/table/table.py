@@ -235,7 +235,7 @@ class HashTable(TableBase):
     def lookup_entry(self, ids: Tensor) -> list[bytes]:
         """Each id's row as a serialized ``EntryDump`` without its id; empty bytes for an unknown id."""
         self.check_trains("lookup_entry")
-        return _core.lookup_entry(self._native, as_ids(ids, self.name).tolist())
+        return _core.lookup_entry(self._native, as_ids(ids, self.name).view(-1).tolist())
 
     def size(self) -> int:
         """The number of rows."""
@@ -397,7 +397,10 @@ class HashTable(TableBase):
         return save_as_tensor(self, shard_idx, num_shards, limit, offset)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HashTable:
-        """An independent table with the same rows; it shares the filter, and has no sync client."""
+        """An independent table with the same rows and clock; it shares the filter, and has no sync client.
+
+        A `MemoryBudget` becomes a limit of its own, of the same size.
+        """
         from shoal.table.checkpoint.tensors import copy_table
 
         memo[id(self)] = other = copy_table(self)

@@ -54,6 +54,8 @@ class HashTableConfigInstance:
         learning_rate_fns: Sequence[LearningRate],
         extra_restore_names: Iterable[str] | None = None,
     ) -> None:
+        if isinstance(extra_restore_names, str):
+            raise ConfigError(f"extra_restore_names must be a list of names, got {extra_restore_names!r}")
         self.table_config = table_config
         self.learning_rate_fns = list(learning_rate_fns)
         for index, rate in enumerate(self.learning_rate_fns):
