@@ -2,7 +2,11 @@
 
 import copy
 import io
+import json
 import pickle
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -11,6 +15,13 @@ from torch import nn
 import shoal
 from shoal.errors import UnsupportedError
 from shoal.nn import HashEmbedding, HashEmbeddingBag, SparseOptimizer, load_dcp
+from shoal.table import (
+    HashTable,
+    SgdOptimizer,
+    SlotOccurrenceThresholdConfig,
+    StochasticRoundingFloat16OptimizerWrapper,
+    create_hash_filter,
+)
 
 OPTIMIZERS = [shoal.Sgd(), shoal.Adagrad(), shoal.Adam(), shoal.Ftrl(), shoal.RowwiseAdagrad(), shoal.Amsgrad()]
 
@@ -162,6 +173,50 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_no_row(name, change, m
     assert torch.equal(rows(model), before)
 
 
+@pytest.mark.parametrize(
+    "break_filter",
+    [
+        lambda state: with_filter(7).state_dict()["table.filter"].tensor(),
+        lambda state: state[:-50],
+        lambda state: state[:20],
+        lambda state: torch.zeros(0, dtype=torch.uint8),
+        lambda state: changed_json(state, head=[9, 0, 0]),
+        lambda state: changed_json(state, head=[]),
+        lambda state: changed_json(state, blocks=[]),
+        lambda state: changed_json(state, blocks=[[0, 5, 9999, 1.2, 69]] * 5),
+        lambda state: changed_json(state, blocks=[[0, 5, 1, 1.2, 68]] * 5),
+    ],
+)
+def test_a_filter_that_does_not_fit_is_refused_and_changes_no_row_or_count(break_filter):
+    model, other = with_filter(5), with_filter(5)
+    for ids in ([[1, 2]], [[1, 2]], [[3]]):
+        model(ids).sum().backward()
+        other([[id + 10 for id in ids[0]]]).sum().backward()
+    state = {name: getattr(value, "tensor", lambda v=value: v)() for name, value in other.state_dict().items()}
+    before = rows([model]), [model.table.hash_filter.get(id) for id in range(20)]
+    with pytest.raises(RuntimeError, match="filter in the checkpoint cannot be used"):
+        model.load_state_dict(state | {"table.filter": break_filter(state["table.filter"])})
+    assert torch.equal(rows([model]), before[0])
+    assert [model.table.hash_filter.get(id) for id in range(20)] == before[1]
+    model.load_state_dict(state)
+    assert [model.table.hash_filter.get(id) for id in (1, 11, 13)] == [0, 2, 1]
+
+
+def with_filter(split_num):
+    counts = create_hash_filter(300, split_num, SlotOccurrenceThresholdConfig(default_occurrence_threshold=1))
+    return HashEmbeddingBag(shoal.HashTable(2, hash_filter=counts))
+
+
+def changed_json(state, **changes):
+    """The bytes of a filter with other fields in their JSON head, of the same length."""
+    raw = state.numpy().tobytes()
+    length = int.from_bytes(raw[:8], "little")
+    head = json.dumps(json.loads(raw[8 : 8 + length]) | changes).encode()
+    return torch.frombuffer(
+        bytearray(len(head).to_bytes(8, "little") + head.ljust(4096) + raw[8 + 4096 :]), dtype=torch.uint8
+    )
+
+
 def test_a_state_of_another_optimizer_is_refused():
     model = trained("momentum")
     before = rows(model)
@@ -194,6 +249,29 @@ def test_a_deep_copy_is_a_table_of_its_own():
     assert torch.equal(rows(twin), before)
 
 
+def test_a_deep_copy_continues_as_the_original_would():
+    rounded = StochasticRoundingFloat16OptimizerWrapper(SgdOptimizer())
+    ids, grads = torch.tensor([1, 2]), torch.full((2, 4), 0.123)
+    table = shoal.HashTable(4, optimizer=rounded, expire_after="1d", max_rows=2)
+    now = int(time.time())
+    for number in range(5):
+        table.apply_gradients(ids, grads, number, req_time=now - 100_000)
+    table.assign(torch.tensor([3]), torch.ones(1, 4), req_time=now).erase(torch.tensor([3]))
+    table.apply_gradients(ids[:1], grads[:1], 5, req_time=now - 100_000)
+    table.pin(ids[:1])
+    twin = copy.deepcopy(table)
+    assert twin.max_update_time == table.max_update_time == now
+    assert twin.pinned().tolist() == [1]
+    assert twin.eviction_stats() == table.eviction_stats()
+    for each in (table, twin):
+        each.apply_gradients(ids[:1], grads[:1], 6, req_time=now - 100_000)
+    assert torch.equal(twin.lookup(ids), table.lookup(ids))
+    assert twin.evict() == table.evict() > 0
+
+    part = HashTable.from_config(table.config, name="columns 4 to 7", seed=1, first_column=4)
+    assert torch.equal(copy.deepcopy(part).initial_rows(ids), part.initial_rows(ids))
+
+
 def test_a_deep_copy_keeps_what_is_shared_shared():
     table = shoal.HashTable(2, name="shared")
     twin = copy.deepcopy(nn.ModuleList([HashEmbedding(table), HashEmbeddingBag(table, fused=True)]))
@@ -214,3 +292,21 @@ def test_modules_print_their_table():
     text = repr(HashEmbeddingBag(shoal.HashTable(4, name="item"), combiner="mean"))
     assert "'item'" in text
     assert "mean" in text
+
+
+PROGRAM = """
+import shoal
+from shoal.table import *
+from shoal.nn import *
+
+def make():
+    return HashEmbeddingBag(shoal.HashTable(2))
+
+bag = make()
+state = bag.state_dict()
+"""
+
+
+def test_a_program_that_ends_with_a_state_dict_ends_in_silence():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

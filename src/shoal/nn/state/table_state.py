@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import DataError, UnsupportedError
-from shoal.nn.state.filters import filter_bytes, has_counts, restore_filter
+from shoal.nn.state.filters import check_filter, filter_bytes, has_counts
 from shoal.nn.state.landing import Landing
 from shoal.nn.state.saved import COLUMNS, CopiedRows, Piece, SavedRows, Spec, specs
 from shoal.table.checkpoint.copies import wait_for_change
@@ -186,13 +186,13 @@ def load_state(share: Share, values: dict[str, Any]) -> None:
             f"table {share.table.name!r}: the state is from rank {theirs.rank} of {theirs.ranks}, which has other "
             "rows; use torch.distributed.checkpoint, or shoal.sharded.shard(model, plan)"
         )
-    blobs: dict[str, dict[int, Tensor]]
     if landing is not None and landing.config is not None:
-        landing.share, blobs = share, dict(landing.blobs)
+        landing.share = share
+        restore_filter = check_filter(share, landing.blobs.get("filter", {}))
         landing.load(_plain(values["scales"]))
     else:
         whole = {name: _plain(value) for name, value in values.items()}
-        blobs = {name: {0: whole[name]} for name in _BLOBS if name in whole}
+        restore_filter = check_filter(share, {0: whole["filter"]} if "filter" in whole else {})
         kept = [KEPT] if KEPT in whole and share.table.has_budget else []
         if theirs.ranks > 1 or (share.keeps == (0, 1) and not share.sliced):  # the rows have this process's format
             load = RowLoad(share.table, whole["config"], share.shape)
@@ -203,8 +203,7 @@ def load_state(share: Share, values: dict[str, Any]) -> None:
             for name in ("config", *COLUMNS, *kept):
                 landing.put(name, (0,) * whole[name].dim(), whole[name])
             landing.load(whole["scales"])
-    if "filter" in blobs:
-        restore_filter(share, blobs["filter"])
+    restore_filter()
 
 
 def _plain(value: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any, Protocol
 
 WAITING: dict[int, list[weakref.ref[Any]]] = {}
@@ -20,7 +21,7 @@ def wait_for_change(table: Any, waiter: Waiter) -> None:
     """Makes ``waiter`` copy the table's rows before they next change, unless it is garbage-collected first. It must
     keep the table alive."""
     key = id(table)
-    WAITING.setdefault(key, []).append(weakref.ref(waiter, lambda ref: _forget(key, ref)))
+    WAITING.setdefault(key, []).append(weakref.ref(waiter, partial(_forget, WAITING, key)))
 
 
 def about_to_change(*tables: Any) -> None:
@@ -32,9 +33,10 @@ def about_to_change(*tables: Any) -> None:
                 waiter.copy_rows()
 
 
-def _forget(key: int, ref: weakref.ref[Any]) -> None:
-    waiting = WAITING.get(key)
+def _forget(tables: dict[int, list[weakref.ref[Any]]], key: int, ref: weakref.ref[Any]) -> None:
+    """Uses no globals: it also runs while the interpreter exits, after they were cleared."""
+    waiting = tables.get(key)
     if waiting is not None and ref in waiting:
         waiting.remove(ref)
         if not waiting:
-            WAITING.pop(key, None)
+            tables.pop(key, None)

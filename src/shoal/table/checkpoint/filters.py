@@ -19,7 +19,7 @@ from shoal.table.checkpoint.assets import find_assets, save_assets, settle
 from shoal.table.config.messages import HashFilterSplitMetaDump, SlidingHashFilterMetaDump
 from shoal.table.filters.admission import FilterBlockState, SlidingHashFilter
 
-_SPARE = 64
+SPARE = 64
 
 
 def save_hash_filter(hash_filter: Any, basename: StrPath, enable_hash_filter: bool = False) -> None:
@@ -137,9 +137,9 @@ def _read_block(
     # Every cell takes at least one byte of the file, so a larger size is damage.
     if not 1 <= meta.total_size <= os.path.getsize(path) or not 1 <= meta.fill_rate <= 1e6:
         raise DataError(f"{path}: {meta.total_size} positions with fill rate {meta.fill_rate} cannot be in this file")
-    if meta.num_elements > meta.total_size + _SPARE or meta.failure_count >= 1 << 63:
+    if meta.num_elements > meta.total_size + SPARE or meta.failure_count >= 1 << 63:
         raise DataError(f"{path}: {meta.num_elements} elements cannot be in {meta.total_size} positions")
-    cells = np.empty(meta.total_size + _SPARE, np.uint16)
+    cells = np.empty(meta.total_size + SPARE, np.uint16)
     digest = _core.read_filter_cells(path, cells.ctypes.data, len(cells))
     state = FilterBlockState(meta.failure_count, meta.total_size, meta.num_elements, meta.fill_rate, cells)
     return state, sliding, digest

@@ -107,7 +107,7 @@ class RowLoad:
 
 
 def copy_table(table: HashTable) -> HashTable:
-    """A new table with the same configuration and rows. It shares the filter, but not the sync client."""
+    """A new table with the same configuration, rows and training state; it shares the filter, not the sync client."""
     other = HashTable.from_config(
         table.config,
         name=table.name,
@@ -117,9 +117,11 @@ def copy_table(table: HashTable) -> HashTable:
         seed=table.seed,
         device=table.device,
         clocked=table.clocked,
+        first_column=table.first_column,
         evict=table.own_policy,
     )
     load_table_state(other, table_state(table))
+    other.set_training_state(table.training_state())
     return other
 
 
