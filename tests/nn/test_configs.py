@@ -97,6 +97,10 @@ def test_tables_are_made_as_one_likes():
     assert torch.equal(model.tables["item"].lookup(torch.arange(7)), weight)
     with pytest.raises(RuntimeError, match=r"must be \[n, 2\]"):
         model.load_state_dict({"embedding_bags.item.weight": weight.view(2, 7)})
+    weight[6, 1] = float("nan")
+    with pytest.raises(RuntimeError, match="table 'item': a value holds NaN or infinity; nothing was written"):
+        model.load_state_dict({"embedding_bags.item.weight": weight})
+    assert model.tables["item"].table.size() == 7
 
 
 def test_sequences_by_table():

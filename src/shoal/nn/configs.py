@@ -19,7 +19,7 @@ from shoal.table.config.initializers import (
     RandomUniformInitializer,
     ZerosInitializer,
 )
-from shoal.table.table import HashTable
+from shoal.table.table import HashTable, check_values
 
 _TRAINED = ("FP32", "FP16", "BF16")
 _POOLED = {"SUM": "sum", "MEAN": "mean"}
@@ -167,6 +167,8 @@ def replace_rows(table: Any, weight: Tensor) -> None:
         ids = torch.arange(weight.shape[0], device="cpu")
         if share is not None:
             ids = ids[ids % share[1] == share[0]]
+        if isinstance(own, HashTable):
+            check_values(own, weight)  # all of it, so that all ranks refuse it before the first row is removed
         own.clear()
         place = getattr(own, "device", None) or "cpu"
         own.assign(ids.to(place), weight[ids.to(weight.device)].to(place))
