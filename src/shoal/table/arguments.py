@@ -21,17 +21,17 @@ def device_of(table: Any) -> torch.device:
     return getattr(table, "device", CPU)
 
 
-def as_ids(ids: Any, name: str, what: str = "ids", device: torch.device = CPU) -> Tensor:
+def as_ids(ids: Any, name: str, device: torch.device = CPU) -> Tensor:
     """Contiguous int64 on ``device``, from a list, or from a tensor there of int64 or narrower integers."""
     if not isinstance(ids, Tensor):
         try:
             ids = torch.as_tensor(ids, dtype=None if len(ids) else torch.int64, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"table {name!r}: {what} must be an int64 tensor, got {type(ids).__name__} ({error})"
+                f"table {name!r}: ids must be an int64 tensor, got {type(ids).__name__} ({error})"
             ) from None
-    _check_place(ids, name, what, device)
-    return as_int64(ids, f"table {name!r}: {what}").contiguous()
+    _check_place(ids, name, "ids", device)
+    return as_int64(ids, f"table {name!r}: ids").contiguous()
 
 
 def _check_place(tensor: Tensor, name: str, what: str, device: torch.device) -> None:

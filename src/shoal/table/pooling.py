@@ -70,13 +70,13 @@ def pool_plainly(
     return add_bags(rows if keep is None else rows * keep[:, None], bag, offsets)
 
 
-def pool_equal(rows: Tensor, ids: Tensor, kind: int, *, length: int = 0, padding: int | None = None) -> Tensor:
-    """`pool` for ids ``[B, L]``: bags of equal length."""
+def pool_equal(rows: Tensor, ids: Tensor, kind: int, *, padding: int | None = None) -> Tensor:
+    """`pool` for ids ``[B, L]``, bags of equal length, without firstn."""
     batch, each = ids.shape
-    if each == 1 and padding is None and kind != FIRSTN:
+    if each == 1 and padding is None:
         return rows
     offsets = torch.arange(batch + 1, device=ids.device) * each
-    return pool(rows, ids.reshape(-1), offsets, kind, length=length, padding=padding)
+    return pool(rows, ids.reshape(-1), offsets, kind, padding=padding)
 
 
 def _can_be_native(rows: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> bool:

@@ -113,8 +113,8 @@ def validate_slot_expire_time_config(config: SlotExpireTimeConfig, where: str = 
             raise ConfigError(f"{where}slot_expire_times.slot must be 0..{MAX_SLOT_V2}, got {item.slot}")
 
 
-def validate_slot_occurrence_threshold_config(config: SlotOccurrenceThresholdConfig, where: str = "") -> None:
+def validate_slot_occurrence_threshold_config(config: SlotOccurrenceThresholdConfig) -> None:
     """Raises `ConfigError` for an override for a slot number that cannot exist."""
     for item in config.slot_occurrence_thresholds:
         if item.slot > MAX_SLOT_V2:
-            raise ConfigError(f"{where}slot_occurrence_thresholds.slot must be 0..{MAX_SLOT_V2}, got {item.slot}")
+            raise ConfigError(f"slot_occurrence_thresholds.slot must be 0..{MAX_SLOT_V2}, got {item.slot}")
