@@ -17,10 +17,12 @@ from shoal.errors import UnsupportedError
 from shoal.nn import HashEmbedding, HashEmbeddingBag, SparseOptimizer, load_dcp
 from shoal.table import (
     HashTable,
+    MultiHashTable,
     SgdOptimizer,
     SlotOccurrenceThresholdConfig,
     StochasticRoundingFloat16OptimizerWrapper,
     create_hash_filter,
+    fused_apply_gradient,
 )
 
 OPTIMIZERS = [shoal.Sgd(), shoal.Adagrad(), shoal.Adam(), shoal.Ftrl(), shoal.RowwiseAdagrad(), shoal.Amsgrad()]
@@ -234,6 +236,21 @@ def test_missing_and_unexpected_names_are_told():
     found = model.load_state_dict({"0.table.other": torch.zeros(1)}, strict=False)
     assert "0.table.other" in found.unexpected_keys
     assert "0.table.ids" in found.missing_keys
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["fused_apply_gradient", "MultiHashTable"])
+def test_a_state_shows_the_rows_before_a_fused_update(several):
+    ids, grads = torch.tensor([1]), torch.ones(1, 2)
+    config = shoal.HashTable(2, optimizer=shoal.Sgd(lr=1.0), initializer="zeros").config
+    multi = MultiHashTable.from_configs({"t": config}, name_suffix=f"state {several}")
+    table = multi.tables["t"].assign(ids, grads)
+    state = HashEmbeddingBag(table).state_dict()
+    if several:
+        multi.apply_gradients({"t": (ids, grads)})
+    else:
+        fused_apply_gradient([table], ids, None, [1], grads, None, None, [1.0], 0, 0, 1)
+    assert table.lookup(ids).tolist() == [[0, 0]]
+    assert state["table.rows"].tensor().tolist() == [[1, 1]]
 
 
 def test_a_deep_copy_is_a_table_of_its_own():

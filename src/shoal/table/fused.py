@@ -16,6 +16,7 @@ from shoal.buffers import empty_flat
 from shoal.errors import ConfigError, DataError
 from shoal.host import as_tensor
 from shoal.table.arguments import as_flat, as_ids, as_int, as_time, check_rates
+from shoal.table.checkpoint.copies import WAITING, about_to_change
 from shoal.table.clock import Now
 from shoal.table.config.messages import EntryDump
 from shoal.table.table import HashTable
@@ -128,6 +129,8 @@ def apply_blocks(
     for table in tables:
         table.check_trains("fused_apply_gradient")
         table._check_step(step)
+    if WAITING:
+        about_to_change(*tables)
     if tables and tables[0].on_gpu:
         from shoal.table.cuda.multi import apply_blocks as on_gpu
 
