@@ -120,6 +120,15 @@ def test_a_standalone_export_is_local(kind):
         table.apply_gradients({"1": (T([1]), T([[1.0]]))}, 0)
 
 
+def test_a_lookup_during_an_export_inserts_nothing():
+    table = DistributedHashTable(2, config(1), local)
+    with enter_export_mode(ExportMode.STANDALONE):
+        with pytest.raises(RuntimeError, match="exporting"):
+            table.lookup(T([1]), insert_missing=True)
+        assert table.lookup(T([1])).tolist() == [[0.0]]
+    assert table.size() == 0
+
+
 def test_exported_lookups_go_to_the_servers_of_the_parts(kind):
     calls = []
 

@@ -106,6 +106,18 @@ def test_the_global_norm_before_clipping_is_written_with_its_step(written):
     assert written == []
 
 
+@pytest.mark.parametrize("clip_type", [GradClipType.ClipByGlobalNorm, GradClipType.ClipByDenseAndSparse])
+def test_a_gradient_that_is_no_number_is_not_clipped_to_zeros(clip_type):
+    w, column, optimizer, _ = setting()
+    other = torch.nn.Parameter(T([1.0]))
+    optimizer.add_param_group({"params": [other]})
+    loss = (math.nan * w).sum() + other.sum() + (math.nan * column.rows).sum()
+    ctx = Context()
+    apply_gradients_with_var_optimizer(ctx, [column], optimizer, loss, clip_type, 1.0, sparse_clip_norm=1.0)
+    assert other.isnan().all()  # the norm is not a number, so nothing can be scaled by it
+    assert ctx.pushed[0][0][0].isnan().all()
+
+
 def test_a_summary_holds_gradients_and_values_of_parameters_and_embeddings(written):
     run(GradClipType.ClipByValue, 3.5, step=2, grads_and_vars_summary=True)
     assert written == [

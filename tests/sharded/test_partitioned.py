@@ -204,6 +204,27 @@ def test_async_push_keeps_its_own_step(build):
     assert table._lookup_raw({1: {sub: T([11])}})[1][sub].tolist() == [[-0.5, -0.5, -0.5]]
 
 
+def test_a_bundle_that_no_lookup_has_filled_is_refused(build):
+    table = build(1)
+    layouts = [torch.zeros(3, 3), torch.zeros(3, 6), torch.zeros(3, 6)]
+    bundle = {}
+    finish = table.lookup({f"{PRE}sparse_features": BATCH}, bundle, ret_lookup_callable_fn=True)
+    for unfilled in ({}, bundle):
+        with pytest.raises(ValueError, match="auxiliary_bundle must be one that a lookup has filled"):
+            table.apply_gradients([(t, t) for t in layouts], 0, auxiliary_bundle=unfilled)
+    finish(bundle, {})
+    table.apply_gradients([(t, t) for t in layouts], 0, auxiliary_bundle=bundle)
+
+
+def test_a_context_within_itself_ends_as_it_began():
+    outer, inner = settings(1, True), settings(1, True)
+    with outer, inner:
+        with outer:
+            assert get_default_parser_ctx() is outer
+        assert get_default_parser_ctx() is inner
+    assert get_default_parser_ctx() is not outer
+
+
 def test_assign_adds_up_and_checks_its_shard(build):
     table = build(2)
     torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 
 import pytest
 import torch
@@ -35,6 +35,18 @@ def test_data_comes_out_unchanged():
     assert found["list"][1:] == ["text", None]
     assert torch.equal(found["nested"]["m"], torch.eye(2))
     assert list(found) == list(given)
+
+
+def test_dictionaries_of_every_type_keep_their_type_and_are_copied():
+    given = defaultdict(list, a=T(1), b=OrderedDict(z=T(2), y=T(3)))
+    found, _ = enqueue_dicts_with_queue_return({"given": given})
+    found = found["given"]
+    assert type(found) is defaultdict
+    assert found["new"] == []
+    assert list(given) == ["a", "b"]
+    assert type(found["b"]) is OrderedDict
+    assert list(found["b"]) == ["z", "y"]
+    assert found["b"] is not given["b"]
 
 
 def test_no_capacity_is_no_queue():

@@ -9,6 +9,7 @@ from shoal.errors import PeerError
 from shoal.sharded import (
     AllToAllHashTable,
     DistributedMultiTypeHashTableMpi,
+    ExportMode,
     SingleRank,
     SyncEnvironment,
     create_in_worker_multi_type_hash_table,
@@ -16,6 +17,7 @@ from shoal.sharded import (
     create_multi_type_hash_table,
     create_native_multi_hash_table,
     early_reorder_pack,
+    enter_export_mode,
 )
 from shoal.sharded.all_to_all.exchange import FIND, Call, Exchange
 from shoal.table import PolynomialDecay, reset_registry
@@ -161,6 +163,12 @@ def test_a_negative_capacity_is_refused(kind):
         DistributedMultiTypeHashTableMpi(1, lambda r: kind(r, {"a": config(1)}), {"enable_pipelined_fwda2a": -1})
 
 
+@pytest.mark.parametrize("capacity", ["1", None, 1.5])
+def test_a_capacity_that_is_no_integer_is_refused(kind, capacity):
+    with pytest.raises(ValueError, match="queue_configs: enable_pipelined_fwda2a must be an integer, got"):
+        DistributedMultiTypeHashTableMpi(1, lambda r: kind(r, {"a": config(1)}), {"enable_pipelined_fwda2a": capacity})
+
+
 def test_an_exchange_of_the_wrong_size_is_told_in_words():
     exchange = Exchange(SingleRank(), torch.float32)
     with pytest.raises(PeerError, match=r"rank 0, ids of find 7 of table\(s\) 'a': expected \[3\] elements"):
@@ -174,10 +182,14 @@ def test_an_update_that_is_refused_leaves_its_bundle_whole(kind):
     ids = {"a": T([1, 2]), "b": T([3])}
     _, bundle = table.lookup(ids, {}, table.reorder(ids))
     keys = set(bundle)
-    for bad in ({}, {"a": torch.ones(2, 1)}, {"a": torch.ones(3, 1), "b": torch.ones(1, 2)}):
+    a, b = torch.ones(2, 1), torch.ones(1, 2)
+    for bad in ({}, {"a": a}, {"a": torch.ones(3, 1), "b": b}, {"a": a, "c": b}, {"a": a, "b": None}):
         with pytest.raises(ValueError):
             table.apply_gradients(bad, bundle)
         assert set(bundle) == keys
+    with enter_export_mode(ExportMode.STANDALONE), pytest.raises(RuntimeError, match="exporting"):
+        table.apply_gradients({"a": a, "b": b}, bundle)
+    assert set(bundle) == keys
     table.apply_gradients({"a": torch.ones(2, 1), "b": torch.ones(1, 2)}, bundle)
     with pytest.raises(ValueError, match="has no lookup"):
         table.apply_gradients({"a": torch.ones(2, 1), "b": torch.ones(1, 2)}, bundle)

@@ -93,6 +93,8 @@ class DistributedHashTable:
         insert_missing: bool = False, req_time: Any = None,
     ) -> Tensor:  # fmt: skip
         """``[n, dim]``; unknown ids give zeros, or get a row with ``insert_missing``. The flags affect only speed."""
+        if insert_missing:
+            check_writable("lookup(insert_missing=True)")
         place = place_of(ids)
         ids = self._ids(ids)
         rows = self._group.insert(ids, self._time(req_time)) if insert_missing else self._group.lookup(ids)

@@ -37,7 +37,7 @@ def scaled(grads: Sequence[Tensor], limit: float | None, norm: Tensor) -> list[T
     if limit is None:
         return list(grads)
     bound = torch.clamp(norm, min=limit)
-    scale = torch.where(bound > 0, limit / bound, torch.zeros_like(bound))
+    scale = torch.where(bound == 0, torch.zeros_like(bound), limit / bound)
     return [g * scale.to(g.device) for g in grads]
 
 

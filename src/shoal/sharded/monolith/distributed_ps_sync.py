@@ -15,6 +15,7 @@ from shoal.host import as_tensor
 from shoal.ops.reorder import fused_reorder_by_indices
 from shoal.sharded.all_to_all.backend import default_backend
 from shoal.sharded.all_to_all.metrics import backward_metrics, flags, forward_metrics
+from shoal.sharded.export import check_writable
 from shoal.sharded.monolith.owned_shard import UPDATE_KEYS, OwnedShard
 from shoal.sharded.monolith.prefetch_queue import queue_capacities
 from shoal.sharded.monolith.table_pipeline import Looked, TablePipeline
@@ -62,8 +63,9 @@ class DistributedMultiTypeHashTableMpi:
         self._dims = list(self._table.get_table_dim_sizes())
         self._capacity = queue_capacities(queue_configs)
         self._next_step = 0
-        names = sorted(getattr(self._table, "tables", ()))
-        self._shard = OwnedShard(self._table, names, self._backend, self._capacity["enable_async_optimize"])
+        self._slots = sorted(getattr(self._table, "tables", ()))
+        """The tables' names; empty if the user's own table does not tell them."""
+        self._shard = OwnedShard(self._table, self._slots, self._backend, self._capacity["enable_async_optimize"])
         self._hooks: list[SessionRunHook] = [*self._shard.hooks]
 
     @property
@@ -100,9 +102,8 @@ class DistributedMultiTypeHashTableMpi:
                 "early_reorder_indicies_res_pack must be given"
             )
         slots = sorted(slot_to_id)
-        known = sorted(getattr(self._table, "tables", slots))
-        if slots != known:
-            raise AssertionError(f"slot_to_id must have the slots of the tables, {known}, got {slots}")
+        if self._slots and slots != self._slots:
+            raise AssertionError(f"slot_to_id must have the slots of the tables, {self._slots}, got {slots}")
         bundle: dict[str, Any] = {} if auxiliary_bundle is None else auxiliary_bundle
         all_fids, shard_sizes, sizes, emb_offset_sz, offsets, req_time = early_reorder_indicies_res_pack
         k, n = len(slots), self.shard_num
@@ -139,16 +140,16 @@ class DistributedMultiTypeHashTableMpi:
         self, slot_to_grad: Mapping[str, Tensor], bundle: dict[str, Any], global_step: Any, req_time: Any, scale: float
     ) -> dict[str, Any]:
         """Take the inputs of an update out of the bundle."""
+        check_writable("apply_gradients")
         step, seconds = as_int(global_step, "synchronous table", "global_step"), as_time(req_time, "synchronous table")
         if "recv_embeddings_size" not in bundle:
             raise ConfigError("apply_gradients must get a bundle from lookup, each only once; this one has no lookup")
-        if len(slot_to_grad) != len(self._dims):
-            raise ConfigError(
-                f"apply_gradients must get gradients for all {len(self._dims)} slots, got {sorted(slot_to_grad)}"
-            )
+        slots = sorted(slot for slot, grad in slot_to_grad.items() if grad is not None)
+        if len(slots) != len(self._dims) or (self._slots and slots != self._slots):
+            known = self._slots or f"all {len(self._dims)}"
+            raise ConfigError(f"apply_gradients must get gradients for the slots of the tables, {known}, got {slots}")
         size, offsets = int(bundle["recv_embeddings_size"]), bundle["fused_embedding_offsets"]
-        grads = [slot_to_grad[slot] for slot in sorted(slot_to_grad)]
-        grads = [g.detach().reshape(-1, d) for g, d in zip(grads, self._dims, strict=True)]
+        grads = [slot_to_grad[slot].detach().reshape(-1, d) for slot, d in zip(slots, self._dims, strict=True)]
         flat = scatter_rows(size, grads, offsets, self._dims, float(scale))
         del bundle["recv_embeddings_size"], bundle["fused_embedding_offsets"]
         bundle["global_step"], bundle["req_time"] = step, seconds

@@ -135,7 +135,7 @@ class ParserCtx:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _stack().remove(self)
+        _stack().pop()
 
 
 _local = threading.local()

@@ -148,9 +148,12 @@ class PartitionedHashTable:
         keep_rows(bundle, lists, rows, fids=not is_exporting(), native=self._native)
 
     def _rows(self, bundle: Mapping[str, Any]) -> tuple[list[Tensor], Tensor | None]:
-        if self._exchange is not None:
-            return self._exchange.rows(bundle)
-        return rows_of(bundle, self._tables_of_lists, self._shards), None
+        try:
+            if self._exchange is not None:
+                return self._exchange.rows(bundle)
+            return rows_of(bundle, self._tables_of_lists, self._shards), None
+        except KeyError as error:
+            raise ConfigError(f"auxiliary_bundle must be one that a lookup has filled; it has no {error}") from None
 
     def _pool(self, bundle: dict[str, Any]) -> dict[str, Any]:
         return self._pooling.forward(bundle, *self._rows(bundle))

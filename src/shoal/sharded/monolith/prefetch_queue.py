@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,8 +31,11 @@ def queue_capacities(queue_configs: Mapping[str, int] | None) -> dict[str, int]:
     given = dict(queue_configs or {})
     if unknown := sorted(set(given) - set(QUEUE_KEYS)):
         raise ConfigError(f"queue_configs has no setting {unknown[0]!r}; settings are {', '.join(QUEUE_KEYS)}")
-    if negative := sorted(key for key, capacity in given.items() if capacity < 0):
-        raise ConfigError(f"queue_configs: {negative[0]} must be >= 0, got {given[negative[0]]}")
+    for key, capacity in sorted(given.items()):
+        if not hasattr(capacity, "__index__"):
+            raise ConfigError(f"queue_configs: {key} must be an integer, got {capacity!r}")
+        if capacity < 0:
+            raise ConfigError(f"queue_configs: {key} must be >= 0, got {capacity}")
     return {key: int(given.get(key, 0)) for key in QUEUE_KEYS}
 
 
@@ -80,8 +84,12 @@ def _copy(value: Any, seen: dict[int, Any]) -> Any:
             raise ConfigError("ragged tensors in a queue must have one ragged dimension, got a doubly ragged one")
         return seen.setdefault(id(value), value)
     if isinstance(value, Mapping):
-        copy = {key: _copy(item, seen) for key, item in value.items()}
-        return copy if type(value) is dict else type(value)(copy)  # type: ignore[call-arg]
+        items = {key: _copy(item, seen) for key, item in value.items()}
+        if not isinstance(value, dict):
+            return type(value)(items)  # type: ignore[call-arg]
+        result = copy.copy(value)  # keeps its type, and what the type holds besides items
+        result.update(items)
+        return result
     if isinstance(value, tuple):
         items = [_copy(item, seen) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
