@@ -129,6 +129,15 @@ def test_what_is_old_is_removed_and_a_damaged_object_is_refused(tmp_path):
     assert not list((tmp_path / "b").glob("checkpoint-*"))
 
 
+@pytest.mark.parametrize("url", ["bogus://x", "relative/path", "file://relative", "file:///proc/absent", "s3://", ""])
+def test_an_address_that_is_no_store_is_refused_in_one_line(url):
+    with pytest.raises(
+        ConfigError, match=r"--archive must be s3://bucket/prefix, .* or file:///path, got .*\(.+\)$"
+    ) as told:
+        Archive(url, 0)
+    assert "\n" not in str(told.value)
+
+
 def test_a_store_that_does_not_answer_is_tried_again(tmp_path):
     archive = Archive(f"file://{tmp_path / 'store'}", 0)
     with server_of(tmp_path / "a", archive) as server, PsClient([server.address], deadline=LONG) as client:

@@ -247,6 +247,13 @@ def test_assign_adds_up_and_checks_its_shard(build):
     assert table._lookup_raw({0: {sub: T([20])}})[0][sub].count_nonzero() == 0  # part 0 was not touched either
 
 
+def test_a_batch_that_is_refused_stays_in_the_features(build):
+    table, features = build(2), {"label": T([1.0]), f"{PRE}sparse_features": {"user": [[-1]]}}
+    with pytest.raises(ValueError, match="must be >= 0"):
+        table.lookup(features, {})
+    assert list(features) == ["label", f"{PRE}sparse_features"]
+
+
 def test_negative_ids_are_refused(build):
     with pytest.raises(ValueError, match="must be >= 0"):
         build(2).lookup({f"{PRE}sparse_features": {"user": [[-1]], "price": [[]], "shop": [[]]}}, {})

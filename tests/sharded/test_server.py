@@ -358,6 +358,13 @@ def test_beyond_this_machine_keys_are_needed():
     ParameterServer(Engine(Shard(0, 1)), host="0.0.0.0", insecure=True)
 
 
+@pytest.mark.parametrize("name", ["", "../worker", "folder/worker"])
+def test_keys_are_written_to_their_folder_only(tmp_path, name):
+    with pytest.raises(ConfigError, match="the name of a key must be a file name without a folder"):
+        generate(tmp_path / "keys", name)
+    assert not any(tmp_path.iterdir())
+
+
 def test_keys_let_in_whom_they_name(tmp_path):
     public, secret = generate(tmp_path, "server")
     _, alice = generate(tmp_path / "clients", "alice")

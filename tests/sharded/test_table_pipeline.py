@@ -210,6 +210,19 @@ def test_errors_come_with_their_batch_and_leaving_early_applies_what_there_is(qu
     assert not any(thread.name.startswith("shoal-table") for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_gradients_that_are_refused_may_be_given_again(kind, late):
+    table = make(kind, enable_async_optimize=late)
+    for step, _ in enumerate(pipeline := table.pipeline([{"a": T([7])}] * 3)):
+        for bad in ({}, {"a": torch.ones(2, 1)}, {"b": T([[1.0]])}):
+            with pytest.raises(ConfigError):
+                pipeline.update(bad, step)
+        pipeline.update({"a": T([[1.0]])}, step)
+        with pytest.raises(ConfigError, match="no batch waits for gradients"):
+            pipeline.update({"a": T([[1.0]])}, step)
+    assert table.table.lookup({"a": T([7])})["a"].item() == -3
+
+
 def test_merged_slots_have_it_too():
     reset_registry()
     table = create_in_worker_multi_type_hash_table(

@@ -44,6 +44,9 @@ def test_every_section_is_a_table(tmp_path):
         ),
         ('[tables.user]\ndim = 8\noptimizer = { kind = "sdg" }', "optimizer.kind must be one of adadelta, "),
         ('[tables.user]\ndim = 8\noptimizer = { kind = "sgd", rate = 1 }', "'rate'"),
+        ('[tables.user]\ndim = 8\noptimizer = "sdg"', "tables.toml: table 'user': optimizer must be one of adadelta, "),
+        ("[tables.user]\ndim = 0", "tables.toml: table 'user': segments[0].dim_size must be above 0, got 0"),
+        ('seed = "a"\n[tables.user]\ndim = 8', "tables.toml: table 'user': seed must be an integer, got 'a'"),
     ],
 )
 def test_a_wrong_file_is_refused_with_what_is_allowed(tmp_path, text, message):

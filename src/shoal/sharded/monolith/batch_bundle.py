@@ -20,7 +20,8 @@ def take_shards(features: dict[str, Any], ctx: ParserCtx) -> dict[str, Any]:
     """Take the sharded batch out of ``features``; names with ``/`` become dicts. A raw batch is sharded first."""
     if SPARSE_FEATURES in features:
         params = params_of(ctx)
-        sharded = shard_batch(features.pop(SPARSE_FEATURES), params, ctx.parser_type)
+        sharded = shard_batch(features[SPARSE_FEATURES], params, ctx.parser_type)
+        del features[SPARSE_FEATURES]
         features.update(as_features(sharded, params.use_native_multi_hash_table))
     taken: dict[str, Any] = {}
     for key in [key for key in features if key.startswith(PREFIX)]:

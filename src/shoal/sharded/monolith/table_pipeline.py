@@ -161,8 +161,8 @@ class TablePipeline:
             raise ConfigError(
                 "update must be called once per batch, after the batch was returned; no batch waits for gradients"
             )
-        looked, self._current = self._current, None
-        work = self._stages.take_gradients(looked, *args, **kwargs)
+        work = self._stages.take_gradients(self._current, *args, **kwargs)
+        self._current = None
         if self.updates_late:
             self._to_exchange.append((self._step, work))
         else:

@@ -44,6 +44,8 @@ def generate(folder: str | os.PathLike[str], name: str) -> tuple[str, str]:
     zmq_module()
     import zmq.auth
 
+    if not name or Path(name).name != name:
+        raise ConfigError(f"the name of a key must be a file name without a folder, got {name!r}")
     Path(folder).mkdir(parents=True, exist_ok=True)
     for ending in ("key", "key_secret"):
         if (Path(folder) / f"{name}.{ending}").exists():

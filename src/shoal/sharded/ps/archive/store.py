@@ -62,16 +62,19 @@ class Archive:
             raise missing_extra("obstore", "s3") from None
         self.url, self._root = url, f"shard-{shard:05d}"
         options: dict[str, Any] = {}
-        if url.startswith("file://"):
-            Path(url.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
-        else:
+        if not url.startswith("file://"):
             options["client_options"] = {"allow_http": True, "timeout": "120s"}
             if url.startswith("s3://") and os.environ.get("AWS_ENDPOINT_URL"):
                 options["config"] = {"endpoint": os.environ["AWS_ENDPOINT_URL"], "virtual_hosted_style_request": False}
         try:
+            if url.startswith("file://"):
+                Path(url.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
             self._store: Any = obstore.store.from_url(url, **options)
         except Exception as error:
-            raise ConfigError(f"--archive {url}: {error}") from None
+            why = str(error).partition("\n")[0]  # the store's own data follows
+            raise ConfigError(
+                f"--archive must be s3://bucket/prefix, gs://…, az://… or file:///path, got {url!r} ({why})"
+            ) from None
 
     # --- objects ----------------------------------------------------------------------------------------------------
 

@@ -78,39 +78,36 @@ def load_tables(path: str | os.PathLike[str]) -> dict[str, tuple[HashTableConfig
         raise ConfigError(f"{os.fspath(path)}: has no [tables.NAME] section")
     result = {}
     for name, given in tables.items():
-        where = f"{os.fspath(path)}: table {name!r}"
-        if not isinstance(given, dict):
-            raise ConfigError(f"{where} must be a section, got {given!r:.80}")
         try:
-            result[name] = _table(where, name, dict(given), content.get("seed", 0))
-        except ShoalError:
-            raise
-        except (TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise ConfigError(f"{where}: {error}") from None
+            if not isinstance(given, dict):
+                raise ConfigError(f"table {name!r} must be a section, got {given!r:.80}")
+            result[name] = _table(name, dict(given), content.get("seed", 0))
+        except (ShoalError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            named = str(error).startswith(f"table {name!r}")
+            raise ConfigError(f"{os.fspath(path)}: {error if named else f'table {name!r}: {error}'}") from None
     return result
 
 
-def _table(where: str, name: str, given: dict[str, Any], seed: int) -> tuple[HashTableConfigInstance, dict[str, Any]]:
+def _table(name: str, given: dict[str, Any], seed: int) -> tuple[HashTableConfigInstance, dict[str, Any]]:
     from shoal.table.config import optim
 
     options: dict[str, Any] = {"name": name, "seed": given.pop("seed", seed), "clocked": True}
+    if type(options["seed"]) is not int:
+        raise ConfigError(f"seed must be an integer, got {options['seed']!r}")
     options["on_bad_gradient"] = given.pop("on_bad_gradient", "raise")
     optimizer = given.pop("optimizer", "adagrad")
     if isinstance(optimizer, dict):
         kind = optimizer.pop("kind", None)
         if kind not in optim.ROW_OPTIMIZERS:
-            raise ConfigError(
-                f"{where}: optimizer.kind must be one of {', '.join(sorted(optim.ROW_OPTIMIZERS))}, got {kind!r}"
-            )
-        try:
-            optimizer = optim.ROW_OPTIMIZERS[kind](**optimizer)
-        except TypeError as error:
-            raise ConfigError(f"{where}: {error}") from None
+            raise ConfigError(f"optimizer.kind must be one of {', '.join(sorted(optim.ROW_OPTIMIZERS))}, got {kind!r}")
+        optimizer = optim.ROW_OPTIMIZERS[kind](**optimizer)
     as_row_optimizer(optimizer)
     known = {"dim", "initializer", "expire_after", "lr", "max_rows", "max_bytes", "evict"}
     if unknown := set(given) - known:
         known |= {"optimizer", "on_bad_gradient", "seed"}
-        raise ConfigError(f"{where} has no option {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"table {name!r} has no option {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}"
+        )
     if "dim" not in given:
-        raise ConfigError(f"{where}: dim must be given")
+        raise ConfigError("dim must be given")
     return HashTable(given.pop("dim"), optimizer=optimizer, name=name, **given).config, options
