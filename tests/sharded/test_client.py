@@ -116,6 +116,9 @@ def test_closing_ends_the_waits_of_other_threads(servers, verb):
 def test_an_address_that_is_none_leaves_nothing_open():
     with pytest.raises(ConfigError, match="parameter server"):
         PsClient(["127.0.0.1:1", "nowhere"])
+    for addresses in ([], "127.0.0.1:7100"):
+        with pytest.raises(ConfigError, match="addresses must be a list with the address of every server, got "):
+            PsClient(addresses)
     with pytest.raises(ConfigError, match="key file"):
         PsClient(["127.0.0.1:1"], keys=ClientKeys(secret="no such file", server="no such file"))
 

@@ -190,5 +190,13 @@ def test_packing_goes_back():
     ]
     with pytest.raises(ValueError, match="at least 2"):
         unpack_packed_tensors([{}], packed[:1])
+
+
+def test_what_cannot_be_packed_or_unpacked_whole_is_refused():
+    with pytest.raises(ValueError, match=r"must have one dtype, got torch\.float32, torch\.int64"):
+        pack_tensors({"ids": T([2**40 + 1]), "rows": T([1.5])})  # float32 has no such id
+    for sizes in ([-1, 4], [1, 1], [3]):
+        with pytest.raises(ValueError, match="sizes must be 2 numbers >= 0 that add up to the 3 elements, got"):
+            unpack_tensors({"a": [-1], "b": [-1]}, (T([1, 2, 3]), T(sizes)))
     assert local(0, config(1)).dim_size == 1
     assert len(multi_type(0, slots()).tables) == 2

@@ -29,6 +29,12 @@ def clean_clients():
     reset_sync_clients()
 
 
+def test_there_cannot_be_fewer_servers_than_none():
+    for make in (create_native_multi_hash_table, create_multi_type_hash_table):
+        with pytest.raises(ValueError, match="the number of servers must be >= 0, got -1"):
+            make(-1, {"a": config(1)}, None)
+
+
 @pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES.keys())
 def test_sync_clients_of_tables_on_servers_are_refused_since_nothing_would_be_pushed(ps, make):
     client, handles = ps(2), create_parameter_sync_clients(2)

@@ -13,7 +13,7 @@ from shoal.sharded.devices import home, host_ids, host_rows, place_of
 from shoal.sharded.export import check_writable
 from shoal.sharded.parts import Lists
 from shoal.sharded.parts_group import ONE, PartsGroup
-from shoal.sharded.route import one_dim, positions_of_shards, split_rows
+from shoal.sharded.route import one_dim, part_count, positions_of_shards, split_rows
 from shoal.table.arguments import as_int, as_time, check_rates
 from shoal.table.config.entry import HashTableConfigInstance
 from shoal.table.protocol import Part, Step, group_of
@@ -35,7 +35,7 @@ class DistributedHashTable:
     ) -> None:
         self.config = config
         self.ps_num = ps_num
-        self._tables = [hash_table_factory(i, config) for i in range(max(1, ps_num))]
+        self._tables = [hash_table_factory(i, config) for i in range(part_count(ps_num))]
         self.name = getattr(self._tables[0], "name", "distributed")
         self._dim = one_dim(self._tables, f"table {self.name!r}")
         self._home = home(self._tables[0])

@@ -165,6 +165,13 @@ def check_slots(slots: Mapping[str, Any], known: Mapping[str, Any]) -> None:
             raise KeyError(f"there is no slot {slot!r}; slots are {', '.join(sorted(known)) or 'none'}")
 
 
+def part_count(num_ps: int) -> int:
+    """The number of parts of tables on ``num_ps`` servers; 0 means one part, in this process."""
+    if num_ps < 0:
+        raise ConfigError(f"the number of servers must be >= 0, got {num_ps}")
+    return max(1, num_ps)
+
+
 def one_dim(parts: Sequence[Any], what: str) -> int:
     dims = {part.dim_size for part in parts}
     if len(dims) != 1:

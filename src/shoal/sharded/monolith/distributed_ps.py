@@ -13,7 +13,7 @@ from shoal.sharded import export
 from shoal.sharded.devices import home, host_ids, host_rows, place_of
 from shoal.sharded.distributed_table import DistributedHashTable
 from shoal.sharded.parts import Lists, parts_of
-from shoal.sharded.route import Route, check_slots, positions_of_shards, split_rows
+from shoal.sharded.route import Route, check_slots, part_count, positions_of_shards, split_rows
 from shoal.table.arguments import as_int, as_time
 from shoal.table.config.entry import HashTableConfigInstance, infer_dim_size
 from shoal.table.export_mode import is_exporting_distributed
@@ -54,7 +54,7 @@ class DistributedMultiTypeHashTable:
         self.max_rpc_deadline_millis = max_rpc_deadline_millis
         self._configs = {slot: slot_to_config[slot] for slot in sorted(slot_to_config)}
         self._dims = {slot: infer_dim_size(config.table_config) for slot, config in self._configs.items()}
-        self._tables = [table_factory(i, slot_to_config) for i in range(max(1, num_ps))]
+        self._tables = [table_factory(i, slot_to_config) for i in range(part_count(num_ps))]
         self.native = all(hasattr(part, method) for part in self._tables for method in RAW_METHODS)
         self._raw = self.native and not transfer_float16
         self._home = home(self._tables[0])

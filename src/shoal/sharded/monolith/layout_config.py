@@ -10,6 +10,7 @@ from typing import Any
 from shoal.errors import ConfigError
 from shoal.ops.sharding import ShardedFids, sharding_sparse_fids
 from shoal.proto.feature_configs import FeatureConfig, FeatureConfigs, OutConfig, PoolingType
+from shoal.sharded.route import part_count
 from shoal.table.config.entry import HashTableConfigInstance
 from shoal.table.export_mode import is_exporting
 from shoal.table.merged import legacy_name, merged_name
@@ -75,7 +76,7 @@ def gen_feature_configs(
             max_sequence_length=length,
         )  # fmt: skip
     return ShardingSparseFidsOpParams(
-        num_ps=max(1, num_ps),
+        num_ps=part_count(num_ps),
         use_native_multi_hash_table=native,
         unique=unique or _unique_in_training,
         transfer_float16=transfer_float16,

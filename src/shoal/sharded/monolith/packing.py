@@ -13,13 +13,15 @@ from shoal.host import as_tensor
 
 
 def pack_tensors(keyed_tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Concatenate the flattened tensors by sorted key; returns the result and the int64 sizes.
+    """Concatenate the flattened tensors, all of one dtype, by sorted key; returns the result and the int64 sizes.
 
     >>> flat, sizes = pack_tensors({"b": torch.tensor([3]), "a": torch.tensor([[1, 2]])})
     >>> flat.tolist(), sizes.tolist()
     ([1, 2, 3], [2, 1])
     """
     flat = [as_tensor(keyed_tensors[key]).reshape(-1) for key in sorted(keyed_tensors)]
+    if len(dtypes := {str(t.dtype) for t in flat}) > 1:
+        raise ConfigError(f"pack_tensors: the tensors must have one dtype, got {', '.join(sorted(dtypes))}")
     sizes = torch.tensor([t.numel() for t in flat], dtype=torch.int64, device="cpu")
     return torch.cat(flat) if flat else torch.empty(0, device="cpu"), sizes
 
@@ -28,10 +30,10 @@ def unpack_tensors(keyed_shape: Mapping[str, Sequence[int]], packed: tuple[Tenso
     """Undoes `pack_tensors`; ``keyed_shape`` has a shape per key, in which one size may be -1."""
     flat, sizes = packed
     lengths = as_tensor(sizes).tolist()
-    if len(lengths) != len(keyed_shape) or sum(lengths) != flat.numel():
+    if len(lengths) != len(keyed_shape) or sum(lengths) != flat.numel() or min(lengths, default=0) < 0:
         raise ConfigError(
-            f"unpack_tensors: sizes must be {len(keyed_shape)} numbers that add up to the {flat.numel()} elements, "
-            f"got {lengths}"
+            f"unpack_tensors: sizes must be {len(keyed_shape)} numbers >= 0 that add up to the {flat.numel()} "
+            f"elements, got {lengths}"
         )
     parts = torch.split(flat, lengths)
     return {key: part.reshape(tuple(keyed_shape[key])) for key, part in zip(sorted(keyed_shape), parts, strict=True)}

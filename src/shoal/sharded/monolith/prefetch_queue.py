@@ -211,7 +211,7 @@ class AsyncFunctionMgr:
         queue_name: str = "async_queue",
     ) -> Any:
         """Call ``target(*args, **kwargs)`` now, and return its result, or one step later."""
-        args, kwargs = tuple(args or ()), dict(kwargs or {})
+        args, kwargs = tuple(() if args is None else args), dict(kwargs or {})
         if not (self._is_async if is_async is None else is_async):
             return target(*args, **kwargs)
         if queue_name in getattr(self._running, "names", ()):

@@ -53,8 +53,8 @@ class PsClient:
         self.zmq = zmq_module()
         import zmq.utils.monitor  # noqa: F401
 
-        if not addresses:
-            raise ConfigError("a parameter-server client must have at least one address")
+        if not addresses or isinstance(addresses, str):
+            raise ConfigError(f"addresses must be a list with the address of every server, got {addresses!r}")
         if max_staleness < 0:
             raise ConfigError(f"max_staleness must be >= 0, got {max_staleness}")
         check_duration(deadline, "deadline")
