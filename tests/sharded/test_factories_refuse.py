@@ -35,6 +35,11 @@ def test_there_cannot_be_fewer_servers_than_none():
             make(-1, {"a": config(1)}, None)
 
 
+def test_rows_of_ranks_are_not_on_servers(ps):
+    with pytest.raises(ConfigError, match="client must be None with enable_gpu_emb"):
+        create_partitioned_hash_table(2, True, enable_gpu_emb=True, client=ps(2))
+
+
 @pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES.keys())
 def test_sync_clients_of_tables_on_servers_are_refused_since_nothing_would_be_pushed(ps, make):
     client, handles = ps(2), create_parameter_sync_clients(2)

@@ -30,6 +30,25 @@ def legacy_name(slots: Iterable[str]) -> str:
     return merged_name([slot[3:] if _LEGACY.match(slot) else slot for slot in slots])
 
 
+def merge_configs(
+    slot_to_config: Mapping[str, HashTableConfigInstance],
+) -> tuple[dict[str, HashTableConfigInstance], dict[str, str]]:
+    """The configurations by sorted merged name, and the merged name of each slot: equal ``str(config)`` share one."""
+    members: dict[str, list[str]] = {}
+    for slot in sorted(slot_to_config):
+        members.setdefault(str(slot_to_config[slot]), []).append(slot)
+    merged, name_of = {}, {}
+    for slots in members.values():
+        name, legacy = merged_name(slots), legacy_name(slots)
+        first = slot_to_config[slots[0]]
+        extra = list(dict.fromkeys(n for slot in slots for n in slot_to_config[slot].extra_restore_names))
+        if legacy != name:
+            extra.append(legacy)
+        merged[name] = HashTableConfigInstance(first.table_config, first.learning_rate_fns, extra)
+        name_of.update(dict.fromkeys(slots, name))
+    return {name: merged[name] for name in sorted(merged)}, name_of
+
+
 class MergedMultiTypeHashTable:
     """A multi-type table in which slots with equal ``str(config)`` share a table of ``factory({merged name: config})``.
 
@@ -42,20 +61,10 @@ class MergedMultiTypeHashTable:
         slot_to_config: Mapping[str, HashTableConfigInstance],
         factory: Callable[[dict[str, HashTableConfigInstance]], Any],
     ) -> None:
-        members: dict[str, list[str]] = {}
-        for slot in sorted(slot_to_config):
-            members.setdefault(str(slot_to_config[slot]), []).append(slot)
-        self.slot_mapping: dict[str, str] = {}
+        configs, self.slot_mapping = merge_configs(slot_to_config)
         """Slot -> the name of its table."""
-        self._dims: dict[str, int] = {}
-        configs: dict[str, HashTableConfigInstance] = {}
-        for slots in members.values():
-            name = merged_name(slots)
-            configs[name] = _merged_config(name, slots, slot_to_config)
-            for slot in slots:
-                self.slot_mapping[slot] = name
-                self._dims[slot] = infer_dim_size(slot_to_config[slot].table_config)
-        self._table = factory({name: configs[name] for name in sorted(configs)})
+        self._dims = {slot: infer_dim_size(config.table_config) for slot, config in slot_to_config.items()}
+        self._table = factory(configs)
 
     @property
     def table(self) -> Any:
@@ -180,17 +189,6 @@ class MergedMultiTypeHashTable:
                 rows.append(as_rows(writes[slot][1], ids[-1].numel(), dim, slot, what, device).view(-1, dim))
             merged[name] = torch.cat(ids), torch.cat(rows)
         return merged
-
-
-def _merged_config(
-    name: str, slots: list[str], slot_to_config: Mapping[str, HashTableConfigInstance]
-) -> HashTableConfigInstance:
-    first = slot_to_config[slots[0]]
-    extra = list(dict.fromkeys(n for slot in slots for n in slot_to_config[slot].extra_restore_names))
-    legacy = legacy_name(slots)
-    if legacy != name:
-        extra.append(legacy)
-    return HashTableConfigInstance(first.table_config, first.learning_rate_fns, extra)
 
 
 def _split(groups: dict[str, list[str]], found: Mapping[str, Tensor], sizes: Mapping[str, Any]) -> dict[str, Tensor]:

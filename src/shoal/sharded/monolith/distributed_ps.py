@@ -12,6 +12,7 @@ from shoal.host import as_tensor
 from shoal.sharded import export
 from shoal.sharded.devices import home, host_ids, host_rows, place_of
 from shoal.sharded.distributed_table import DistributedHashTable
+from shoal.sharded.monolith.prefetch_queue import hooks_of
 from shoal.sharded.parts import Lists, parts_of
 from shoal.sharded.route import Route, check_slots, part_count, positions_of_shards, split_rows
 from shoal.table.arguments import as_int, as_time
@@ -171,9 +172,7 @@ class DistributedMultiTypeHashTable:
 
     def get_queue_hooks(self) -> list[Any]:
         """The hooks of the parts."""
-        return [
-            h for part in self._tables for h in (part.get_queue_hooks() if hasattr(part, "get_queue_hooks") else ())
-        ]
+        return hooks_of(self._tables)
 
     def size(self) -> int:
         return sum(part.size() for part in self._tables)

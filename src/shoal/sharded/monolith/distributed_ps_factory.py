@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from shoal.errors import ConfigError
-from shoal.sharded.all_to_all.backend import default_backend
 from shoal.sharded.distributed_table import DistributedHashTable
 from shoal.sharded.monolith.distributed_ps import DistributedMultiTypeHashTable
 from shoal.sharded.monolith.distributed_ps_sync import DistributedMultiTypeHashTableMpi
@@ -38,11 +37,11 @@ class _Here:
     def table(self, config: HashTableConfigInstance, i: int, suffix: str) -> Any:
         return hash_table_from_config(config, self.filters[i], suffix, self.clients[i], device=self.device)
 
-    def multi_type(self, i: int, configs: Configs, at: int, suffix: str) -> Any:
-        return MultiTypeHashTable(configs, lambda name, config: self.table(config, at, f"{name}{suffix}"))
+    def multi_type(self, i: int, configs: Configs, suffix: str) -> Any:
+        return MultiTypeHashTable(configs, lambda name, config: self.table(config, i, f"{name}{suffix}"))
 
-    def multi(self, i: Any, configs: Configs, at: int) -> Any:
-        return MultiHashTable.from_configs(configs, self.filters[at], self.clients[at], str(i), device=self.device)
+    def multi(self, i: int, configs: Configs, suffix: str) -> Any:
+        return MultiHashTable.from_configs(configs, self.filters[i], self.clients[i], suffix, device=self.device)
 
 
 class _OnServers:
@@ -76,11 +75,11 @@ class _OnServers:
     def table(self, config: HashTableConfigInstance, i: int, suffix: str) -> Any:
         return self.remote.RemoteHashTable(self.client, i, f"MonolithHashTable_{suffix}", config)
 
-    def multi_type(self, i: int, configs: Configs, at: int, suffix: str) -> Any:
+    def multi_type(self, i: int, configs: Configs, suffix: str) -> Any:
         return self.remote.RemoteMultiTypeHashTable(self.client, i, configs)
 
-    def multi(self, i: Any, configs: Configs, at: int) -> Any:
-        return self.remote.RemoteMultiHashTable(self.client, at, configs)
+    def multi(self, i: int, configs: Configs, suffix: str) -> Any:
+        return self.remote.RemoteMultiHashTable(self.client, i, configs)
 
 
 def _place(num_ps: int, filters: Given, sync_clients: Given, client: Any, device: Any) -> _Here | _OnServers:
@@ -122,7 +121,7 @@ def create_multi_type_hash_table(
         return DistributedMultiTypeHashTable(
             num_ps,
             merged,
-            lambda i, configs: place.multi_type(i, configs, i, f"_{i}"),
+            lambda i, configs: place.multi_type(i, configs, f"_{i}"),
             max_rpc_deadline_millis=max_rpc_deadline_millis,
         )
 
@@ -145,11 +144,11 @@ def create_native_multi_hash_table(
     """
     place = _place(num_ps, hash_filters, sync_clients, client, device)
     if num_ps == 0:
-        return place.multi("", slot_to_config, 0)
+        return place.multi(0, slot_to_config, "")
     return DistributedMultiTypeHashTable(
         num_ps,
         slot_to_config,
-        lambda i, configs: place.multi(i, configs, i),
+        lambda i, configs: place.multi(i, configs, str(i)),
         max_rpc_deadline_millis=max_rpc_deadline_millis,
     )
 
@@ -164,15 +163,12 @@ def create_in_worker_multi_type_hash_table(
     device: Any = "cpu",
 ) -> MergedMultiTypeHashTable:
     """Synchronous tables, with slots of equal configuration merged; every rank owns a shard on ``device``."""
+    here = _Here(1, [hash_filter], [sync_client], device)
 
-    def build(merged: dict[str, HashTableConfigInstance]) -> Any:
-        def shard(rank: int) -> Any:
-            return MultiTypeHashTable(
-                merged,
-                lambda name, c: hash_table_from_config(c, hash_filter, f"{name}_{rank}", sync_client, device=device),
-            )
-
-        return DistributedMultiTypeHashTableMpi(shard_num, shard, queue_configs)
+    def build(merged: Configs) -> Any:
+        return DistributedMultiTypeHashTableMpi(
+            shard_num, lambda rank: here.multi_type(0, merged, f"_{rank}"), queue_configs
+        )
 
     return MergedMultiTypeHashTable(slot_to_config, build)
 
@@ -187,10 +183,9 @@ def create_in_worker_native_multi_hash_table(
     device: Any = "cpu",
 ) -> DistributedMultiTypeHashTableMpi:
     """Synchronous tables; every rank owns a shard on ``device``, a `MultiHashTable`."""
+    here = _Here(1, [hash_filter], [sync_client], device)
     return DistributedMultiTypeHashTableMpi(
-        shard_num,
-        lambda rank: MultiHashTable.from_configs(slot_to_config, hash_filter, sync_client, str(rank), device=device),
-        queue_configs,
+        shard_num, lambda rank: here.multi(0, slot_to_config, str(rank)), queue_configs
     )
 
 
@@ -211,18 +206,19 @@ def create_partitioned_hash_table(
 
     Rows are in GPU memory with ``device="cuda"``, the default with ``enable_gpu_emb`` on a machine with a GPU.
     """
+    if enable_gpu_emb and client is not None:
+        raise ConfigError("client must be None with enable_gpu_emb, which keeps each rank's rows in its own process")
     if device is None:
-        on_gpu = enable_gpu_emb and client is None and torch.cuda.is_available()
+        on_gpu = enable_gpu_emb and torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
     place = _place(num_ps, hash_filters, sync_clients, client, device)
     native = use_native_multi_hash_table and params_of(parser_ctx).use_native_multi_hash_table
-    rank = default_backend().rank if enable_gpu_emb else None
 
     def part(i: int, configs: Configs) -> Any:
-        at = 0 if rank is not None else i
+        at = 0 if enable_gpu_emb else i
         if native:
-            return place.multi(i, configs, at)
-        return place.multi_type(i, configs, at, "" if num_ps == 0 else f"_{i}")
+            return place.multi(at, configs, str(i))
+        return place.multi_type(at, configs, "" if num_ps == 0 else f"_{i}")
 
     return PartitionedHashTable(
         num_ps, part, use_native_multi_hash_table, max_rpc_deadline_millis, queue_configs, parser_ctx

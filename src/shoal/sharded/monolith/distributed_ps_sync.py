@@ -17,7 +17,7 @@ from shoal.sharded.all_to_all.backend import default_backend
 from shoal.sharded.all_to_all.metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.export import check_writable
 from shoal.sharded.monolith.owned_shard import UPDATE_KEYS, OwnedShard
-from shoal.sharded.monolith.prefetch_queue import queue_capacities
+from shoal.sharded.monolith.prefetch_queue import hooks_of, queue_capacities
 from shoal.sharded.monolith.table_pipeline import Looked, TablePipeline
 from shoal.sharded.route import gather_rows, scatter_rows
 from shoal.table.arguments import as_int, as_time
@@ -208,8 +208,7 @@ class DistributedMultiTypeHashTableMpi:
 
     def get_queue_hooks(self) -> list[SessionRunHook]:
         """The hooks for the training loop, including those of the local tables."""
-        inner = self._table.get_queue_hooks() if hasattr(self._table, "get_queue_hooks") else []
-        return [*self._hooks, *inner]
+        return [*self._hooks, *hooks_of([self._table])]
 
     def as_op(self, name: str | None = None) -> DistributedMultiTypeHashTableMpi:
         """Wait for the local tables."""

@@ -13,7 +13,7 @@ from shoal.proto.feature_configs import FeatureConfig, FeatureConfigs, OutConfig
 from shoal.sharded.route import part_count
 from shoal.table.config.entry import HashTableConfigInstance
 from shoal.table.export_mode import is_exporting
-from shoal.table.merged import legacy_name, merged_name
+from shoal.table.merged import merge_configs
 
 PREFIX = "__sharding_sparse_fids__"
 FAKE_TABLE = "native_multi_hash_table_fake_table"
@@ -61,7 +61,7 @@ def gen_feature_configs(
         sub_tables = {name: feature_name_to_config[name] for name in names}
         table_of = {name: name if enable_gpu_emb else FAKE_TABLE for name in names}
     else:
-        sub_tables, table_of = _merge(feature_name_to_config)
+        sub_tables, table_of = merge_configs(feature_name_to_config)
     features = {}
     for name in names:
         for given, what in (
@@ -85,24 +85,6 @@ def gen_feature_configs(
         enable_gpu_emb=enable_gpu_emb,
         use_gpu=use_gpu,
     )
-
-
-def _merge(
-    configs: Mapping[str, HashTableConfigInstance],
-) -> tuple[dict[str, HashTableConfigInstance], dict[str, str]]:
-    members: dict[str, list[str]] = {}
-    for name in sorted(configs):
-        members.setdefault(str(configs[name]), []).append(name)
-    merged, table_of = {}, {}
-    for features in members.values():
-        name, legacy = merged_name(features), legacy_name(features)
-        first = configs[features[0]]
-        extra = list(dict.fromkeys(n for f in features for n in configs[f].extra_restore_names))
-        if legacy != name:
-            extra.append(legacy)
-        merged[name] = HashTableConfigInstance(first.table_config, first.learning_rate_fns, extra)
-        table_of.update(dict.fromkeys(features, name))
-    return {name: merged[name] for name in sorted(merged)}, table_of
 
 
 def _pooling(feature: str, combiner: Any) -> tuple[PoolingType, int]:

@@ -27,7 +27,7 @@ from shoal.sharded.monolith.batch_bundle import (
 from shoal.sharded.monolith.gpu_embedding import AllToAllLists
 from shoal.sharded.monolith.layout_config import PREFIX, ParserCtx, get_default_parser_ctx, params_of
 from shoal.sharded.monolith.pooling import Pooling
-from shoal.sharded.monolith.prefetch_queue import AsyncFunctionMgr, queue_capacities
+from shoal.sharded.monolith.prefetch_queue import AsyncFunctionMgr, hooks_of, queue_capacities
 from shoal.sharded.monolith.table_pipeline import Looked, TablePipeline
 from shoal.sharded.parts import parts_of
 from shoal.table.arguments import as_int, as_time
@@ -291,18 +291,15 @@ class PartitionedHashTable:
         """``{ps: {sub_table: ids}}`` to ``{ps: {sub_table: [n, dim]}}``."""
         for ps in data:
             self._check_part(ps)
-        if self._exchange is not None:
-            return {ps: self._exchange.table.lookup(ids) for ps, ids in data.items()}
-        return {ps: self._tables[ps].lookup(ids) for ps, ids in data.items()}
+        return {ps: self._tables[ps if self._exchange is None else 0].lookup(ids) for ps, ids in data.items()}
 
     def add_queue_hook(self, hook: SessionRunHook) -> None:
         self._hooks.append(hook)
 
     def get_queue_hooks(self) -> list[SessionRunHook]:
         """The hooks for the training loop, including those of the parts."""
-        inner = [h for t in self._tables for h in (t.get_queue_hooks() if hasattr(t, "get_queue_hooks") else ())]
         exchange = self._exchange.shard.hooks if self._exchange is not None else []
-        return [*self._hooks, *exchange, *inner]
+        return [*self._hooks, *exchange, *hooks_of(self._tables)]
 
     def get_table_dim_sizes(self) -> list[int]:
         return [self._dims[name] for name in sorted(self._dims)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,6 +37,11 @@ def queue_capacities(queue_configs: Mapping[str, int] | None) -> dict[str, int]:
         if capacity < 0:
             raise ConfigError(f"queue_configs: {key} must be >= 0, got {capacity}")
     return {key: int(given.get(key, 0)) for key in QUEUE_KEYS}
+
+
+def hooks_of(tables: Iterable[Any]) -> list[Any]:
+    """The hooks of all tables that have some."""
+    return [hook for table in tables if hasattr(table, "get_queue_hooks") for hook in table.get_queue_hooks()]
 
 
 class StructureQueue(BoundedQueue):
