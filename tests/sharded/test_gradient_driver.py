@@ -207,6 +207,32 @@ def test_dense_gradients_are_averaged_and_sparse_ones_are_not(fusion, half):
         assert result == ([-1.5, -1.5], [-5, -5, -5], rank + 1)
 
 
+def partly(rank, world, fusion):
+    """Rank 0 has gradients of ``a`` and ``b``, rank 1 of ``b``, rank 2 has none; nobody has one of the third."""
+    import os
+
+    os.environ["MONOLITH_WITH_ALLREDUCE_FUSION"] = fusion
+    a, b, _ = params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer, step, seen = torch.optim.SGD(params, lr=1.0, weight_decay=0.5), T(0), []
+    losses = [lambda: (3 * a + 6 * b).sum(), lambda: (9 * b).sum(), lambda: T(0.0)]
+    for loss in (losses[rank], lambda: T(0.0)):
+        apply_gradients_with_var_optimizer(
+            Context(), [], optimizer, loss(), GradClipType.NoClip, None, step, use_allreduce=True
+        )
+        seen.append(([p.tolist() for p in params], int(step)))
+    return seen
+
+
+@pytest.mark.parametrize("fusion", ["", "one", "grouped"])
+def test_a_gradient_that_some_ranks_lack_counts_as_zeros_there(fusion):
+    step = (
+        [[1 - 1 - 0.5] * 2, [1 - 5 - 0.5] * 2, [1.0, 1.0]],
+        1,
+    )  # the third has no gradient, so not even a weight decay
+    for seen in run_ranks(3, partly, fusion):
+        assert seen == [step, step]  # the second time no rank has any: nothing happens
+
+
 def test_an_unknown_fusion_is_refused(monkeypatch):
     monkeypatch.setenv("MONOLITH_WITH_ALLREDUCE_FUSION", "multi")
     with pytest.raises(ValueError, match="multi"):

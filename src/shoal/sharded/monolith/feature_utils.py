@@ -51,7 +51,8 @@ def apply_gradients_with_var_optimizer(
         feature_columns: objects with ``feature_name`` and ``get_all_embeddings_concat()``.
         var_opt: the optimizer of the dense parameters; a parameter's own ``optimizer`` attribute takes precedence.
         global_step: an int64 tensor, incremented by the call.
-        use_allreduce: averages dense gradients over the ranks; sparse gradients are never averaged.
+        use_allreduce: averages dense gradients over the ranks; sparse gradients are never averaged. All ranks must
+            call it together; a gradient that only some of them have counts as zeros on the others.
         grads_and_vars_summary: histograms ``<name>/gradient`` (clipped) and ``<name>/value`` of every parameter and
             embedding go to the writer of `set_summary_writer`. A parameter's name is its ``name`` attribute, or
             ``parameter_<i>``.
@@ -59,18 +60,19 @@ def apply_gradients_with_var_optimizer(
             norm of the feature is above ``ue_euclidean_norm_threshold``.
         dense_reduce_mean: dense gradients are divided by ``batch_size`` before any norm is taken.
     """
-    params = [p for group in var_opt.param_groups for p in group["params"] if p.requires_grad]
+    trainable = [p for group in var_opt.param_groups for p in group["params"] if p.requires_grad]
     embeddings, names = _embeddings(ctx, feature_columns, is_fused_layout)
-    dense, sparse = _gradients(loss, params, embeddings, zeros=is_fused_layout)
+    dense, sparse = _gradients(loss, trainable, embeddings, zeros=is_fused_layout)
     if is_fused_layout:
         kept = list(range(len(embeddings)))
     else:
         kept = [i for i, grad in enumerate(sparse) if grad is not None]
     sparse = [sparse[i] for i in kept]
     embeddings, names = [embeddings[i] for i in kept], [names[i] for i in kept]
-    pairs = [(p, g) for p, g in zip(params, dense, strict=True) if g is not None]
-    params, dense = [p for p, _ in pairs], [g for _, g in pairs]
-    if not dense and not sparse:
+    params, dense = _present(trainable, dense)
+    env = SyncEnvironment.read()
+    reduces = use_allreduce and not env.skip_allreduce
+    if not dense and not sparse and not (reduces and default_ranks().world_size > 1):
         return
     if ue_gradient_check:
         norms = _feature_norms(feature_columns, features or {}, is_fused_layout)
@@ -85,9 +87,12 @@ def apply_gradients_with_var_optimizer(
     if grads_and_vars_summary:
         _summarise([getattr(p, "name", "") or f"parameter_{i}" for i, p in enumerate(params)], dense, params, step)
         _summarise([n or f"layout_{i}" for i, n in enumerate(names)], sparse, embeddings, step)
-    env = SyncEnvironment.read()
-    if use_allreduce and not env.skip_allreduce:
-        dense = average(dense, env)
+    if reduces:
+        own = {id(p): g for p, g in zip(params, dense, strict=True)}
+        averages = _average_all(trainable, [own.get(id(p)) for p in trainable], bool(dense or sparse), env)
+        if averages is None:
+            return
+        params, dense = _present(trainable, averages)
     control_ops[:] = dense
     if dense_weight_decay:
         dense = [g + dense_weight_decay * p.detach() for g, p in zip(dense, params, strict=True)]
@@ -162,6 +167,34 @@ def _summarise(names: Sequence[str], grads: Sequence[Tensor], tensors: Sequence[
     for name, grad, tensor in zip(names, grads, tensors, strict=True):
         histogram(f"{name}/gradient", grad.detach(), step)
         histogram(f"{name}/value", tensor.detach(), step)
+
+
+def _present(params: Sequence[Any], grads: Sequence[Tensor | None]) -> tuple[list[Any], list[Tensor]]:
+    """The parameters that have a gradient, and their gradients."""
+    pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
+    return [p for p, _ in pairs], [g for _, g in pairs]
+
+
+def _average_all(
+    params: Sequence[Any], grads: Sequence[Tensor | None], used: bool, env: SyncEnvironment
+) -> Sequence[Tensor | None] | None:
+    """Average the gradients of all parameters over ranks; a parameter without one on every rank stays without.
+
+    ``used``: whether this rank has any gradient, also a sparse one. Returns None if no rank has.
+    """
+    ranks = default_ranks()
+    if ranks.world_size == 1:
+        average([], env)  # refuses a wrong setting
+        return grads
+    has = torch.tensor([used, *(g is not None for g in grads)], device=params[0].device if params else "cpu")
+    has = ranks.on_wire(has.float())
+    running = ranks.start_reduce(has)
+    averages = average([torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)], env)
+    running.wait()
+    if all(g is not None for g in grads) and used:
+        return averages  # without waiting for a GPU
+    somewhere, *kept = (has > 0).tolist()
+    return [g if keep else None for g, keep in zip(averages, kept, strict=True)] if somewhere else None
 
 
 def average(grads: list[Tensor], env: SyncEnvironment | None = None) -> list[Tensor]:
