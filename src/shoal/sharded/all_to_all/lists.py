@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
-from shoal.ops.reorder import fused_reorder_by_indices
+from shoal.sharded.all_to_all.plan import deal_out
 from shoal.table.protocol import Features
 
 
@@ -34,29 +34,11 @@ def distinct_lists(ids: Tensor, sizes: list[int], features: Features, tables: Se
 
     ``sizes`` has the number of ids of each feature, ``tables`` the numbers of all tables in the order of sending.
     """
-    n = len(features.tables)
-    keep = None
-    if features.padding is not None:
-        keep = ids != features.padding
-        sizes = [int(part.sum()) for part in keep.split(sizes)]
-        ids = ids[keep]
-    begins = [0, *itertools.accumulate(sizes)]
-    of_table = [[f for f in range(n) if features.tables[f] == k] for k in tables]
-    lists = [torch.cat([ids[:0], *(ids[begins[f] : begins[f + 1]] for f in own)]) for own in of_table]
-    fused = fused_reorder_by_indices(lists, 1, [dim] * len(lists), rank0_empty_shard=False)
-    where = fused.fused_embedding_offsets
-    order = [f for own in of_table for f in own]
-    if order != sorted(order):
-        back = dict(zip(order, where.split([sizes[f] for f in order]), strict=True))
-        where = torch.cat([back[f] for f in range(n)])
-    if keep is not None:
-        every = where.new_full(keep.shape, -1)
-        every[keep] = where
-        where = every
-    found = [0] * len(tables)
-    for k, size in zip(tables, fused.sharded_slot_sizes.tolist(), strict=True):
-        found[k] = size
-    return Lists(fused.output, found, where, None, -1)
+    place = {k: i for i, k in enumerate(tables)}
+    own = Features(tuple(place[k] for k in features.tables), padding=features.padding)
+    dealt = deal_out(ids.contiguous(), sizes, own, len(tables), 1, dim)
+    counts = dealt.sizes.tolist()
+    return Lists(dealt.ids, [counts[place[k]] for k in range(len(tables))], dealt.where, None, -1)
 
 
 def bag_lists(

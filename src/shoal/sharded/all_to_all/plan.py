@@ -42,7 +42,7 @@ def deal_out(ids: Tensor, counts: Sequence[int], features: Features, tables: int
     of_table = [[f for f, table in enumerate(features.tables) if table == k] for k in range(tables)]
     lists = []
     for own in of_table:
-        if own == list(range(own[0], own[-1] + 1)) if own else False:
+        if own and own == list(range(own[0], own[-1] + 1)):
             lists.append(ids[begins[own[0]] : begins[own[-1] + 1]])
         else:
             lists.append(torch.cat([ids[:0], *(ids[begins[f] : begins[f + 1]] for f in own)]))
