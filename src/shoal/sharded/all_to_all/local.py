@@ -56,19 +56,8 @@ class Local:
             group.update([part], step=step_of(step, places), each="occurrence")
 
     def update_sums(self, finds: Sequence[tuple[Tensor, Sequence[int], Tensor]], step: Step) -> None:
-        """Make one step per distinct id of one rank in several finds, given as ids, counts ``[K]`` and gradients."""
-        for group, places in self._groups:
-            features = Features(tuple(range(len(places))))
-            parts = []
-            for ids, counts, flat in finds:
-                begins = [0, *itertools.accumulate(counts)]
-                spans = [slice(begins[k], begins[k + 1]) for k in places]
-                own = torch.cat([ids[span] for span in spans])
-                grads = torch.cat([flat.view(-1, self.dim)[span] for span in spans])
-                sizes = torch.tensor([counts[k] for k in places], dtype=torch.int64, device="cpu")
-                found = group.find(own, sizes, features, missing="initial")
-                parts.append(Part(found, features, grads))
-            group.update(parts, step=step_of(step, places))
+        """See the function of this name."""
+        update_sums(self._groups, finds, step)
 
     def _founds(
         self, ids: Tensor, counts: Sequence[int], kept: Sequence[Tensor]
@@ -93,6 +82,24 @@ class Local:
 
     def _split(self, rows: Tensor, counts: Sequence[int], places: Sequence[int]) -> tuple[Tensor, ...]:
         return rows.split([counts[r * self._count + k] for r in range(self._ranks) for k in places])
+
+
+def update_sums(
+    groups: Sequence[tuple[Group, list[int]]], finds: Sequence[tuple[Tensor, Sequence[int], Tensor]], step: Step
+) -> None:
+    """Make one step per distinct id of one rank in several finds, given as ids, counts ``[K]`` and gradients."""
+    for group, places in groups:
+        features = Features(tuple(range(len(places))))
+        parts = []
+        for ids, counts, flat in finds:
+            grads = flat.view(-1, group.dim)
+            if len(groups) > 1:
+                begins = [0, *itertools.accumulate(counts)]
+                spans = [slice(begins[k], begins[k + 1]) for k in places]
+                ids, grads = (torch.cat([values[span] for span in spans]) for values in (ids, grads))
+            sizes = torch.tensor([counts[k] for k in places], dtype=torch.int64, device="cpu")
+            parts.append(Part(group.find(ids, sizes, features, missing="initial"), features, grads))
+        group.update(parts, step=step_of(step, places))
 
 
 def step_of(step: Step, places: Sequence[int]) -> Step:

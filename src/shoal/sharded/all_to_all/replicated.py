@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.sharded.all_to_all.base import MISSING, RankGroup, checksum, reported
 from shoal.sharded.all_to_all.exchange import FIND, ROWS, UPDATE, Call
-from shoal.sharded.all_to_all.local import step_of
+from shoal.sharded.all_to_all.local import update_sums
 from shoal.sharded.all_to_all.plan import Dealt, deal_out, pack, unpack
 from shoal.sharded.all_to_all.rounds import Send, Steps, no_exchanges, room_for
 from shoal.sharded.bags import add_gradients
@@ -223,25 +222,10 @@ class ReplicatedGroup(RankGroup):
             for plan, _ in finds:
                 n, ids, raw = sum(plan.counts[rank]), next(room).view(torch.int64), next(room)
                 grads = raw[: n * self.dim * item].view(self.exchange.backward_dtype)
-                given.append((ids, plan.counts[rank], self.exchange.as_float(grads).view(-1, self.dim)))
-            self._apply(given, step)
-
-    def _apply(self, given: Sequence[tuple[Tensor, list[int], Tensor]], step: Step) -> None:
-        """Apply one rank's update, given the ids by table, counts and gradients of each find."""
-        for group, places in self._groups:
-            features = Features(tuple(range(len(places))))
-            parts = []
-            for ids, counts, grads in given:
-                if ids.numel() == 0:
-                    continue
-                if len(self._groups) > 1:
-                    begins = [0, *itertools.accumulate(counts)]
-                    spans = [slice(begins[k], begins[k + 1]) for k in places]
-                    ids, grads = (torch.cat([values[span] for span in spans]) for values in (ids, grads))
-                sizes = torch.tensor([counts[k] for k in places], dtype=torch.int64, device="cpu")
-                parts.append(Part(group.find(ids, sizes, features, missing="initial"), features, grads))
-            if parts:
-                group.update(parts, step=step_of(step, places))
+                if n:
+                    given.append((ids, plan.counts[rank], self.exchange.as_float(grads)))
+            if given:
+                update_sums(self._groups, given, step)
 
 
 def _aligned(size: int) -> int:

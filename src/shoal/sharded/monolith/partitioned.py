@@ -11,6 +11,7 @@ from torch import Tensor
 from shoal.comm.horovod.hooks import SessionRunHook
 from shoal.errors import ConfigError
 from shoal.fid import shard_of
+from shoal.ops.layout import flatten_layout, nest_layout
 from shoal.sharded.devices import home, ids_anywhere, rows_anywhere
 from shoal.sharded.export import check_writable, export_parts
 from shoal.sharded.monolith import list_parts
@@ -160,11 +161,11 @@ class PartitionedHashTable:
 
     def nest_layout(self, tensors: Sequence[Any]) -> dict[str, Any]:
         """``{layout: tensor or list}`` from tensors in flattened order."""
-        return self._pooling.nest(tensors)
+        return nest_layout(self._params.feature_configs, list(tensors))
 
     def flatten_layout(self, nested: Mapping[str, Any]) -> list[Any]:
         """Tensors by sorted layout name, those of a list in slice order."""
-        return self._pooling.flatten(nested)
+        return flatten_layout(self._params.feature_configs, dict(nested))
 
     # --- update ---------------------------------------------------------------------------------------------------
 

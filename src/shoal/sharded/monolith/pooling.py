@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.ops.layout import flatten_layout, fused_embedding_to_layout, fused_embedding_to_layout_grad, nest_layout
+from shoal.ops.layout import fused_embedding_to_layout, fused_embedding_to_layout_grad, nest_layout
 from shoal.sharded.monolith.batch_bundle import OFFSETS, SIZES
 from shoal.sharded.monolith.layout_config import PREFIX, ParserCtx, params_of
 from shoal.table.export_mode import get_current_export_ctx, is_exporting
@@ -37,7 +37,7 @@ class Pooling:
             list(rows), None, fid_offset, feature_offset, nfl_offset, bundle[PREFIX + "batch_size"],
             self._ctx.parser_type, self._configs, self._shards, **self._sizes(bundle, lengths),
         )  # fmt: skip
-        return self.nest(tensors)
+        return nest_layout(self._configs, list(tensors))
 
     def backward(
         self, bundle: Mapping[str, Any], grads: Sequence[Tensor], shapes: Sequence[Tensor], lengths: Tensor | None,
@@ -62,9 +62,3 @@ class Pooling:
         ctx = get_current_export_ctx()
         wanted = ctx.with_remote_gpu if is_exporting() and ctx is not None else self._params.use_gpu
         return wanted and torch.cuda.is_available()
-
-    def nest(self, tensors: Sequence[Any]) -> dict[str, Any]:
-        return nest_layout(self._configs, list(tensors))
-
-    def flatten(self, nested: Mapping[str, Any]) -> list[Any]:
-        return flatten_layout(self._configs, dict(nested))
