@@ -153,7 +153,12 @@ def _from_dict(batch: Mapping[str, Any], plan: Plan, kind: int) -> tuple[list[tu
             given[name] = ids, torch.tensor([0, ids.numel()], device="cpu"), True
             continue
         if not isinstance(value, Ragged):
-            value = Ragged.from_lists([row.tolist() if isinstance(row, Tensor) else row for row in value])
+            try:
+                value = Ragged.from_lists([row.tolist() if isinstance(row, Tensor) else row for row in value])
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{_OP}: feature {name!r} must be a Ragged or a list of id lists, got {value!r:.80} ({error})"
+                ) from None
         value = checks.ragged(value, _OP, f"feature {name!r}")
         if size is not None and value.nrows() != size:
             raise ConfigError(f"{_OP}: feature {name!r} has {value.nrows()} samples, others have {size}")
