@@ -316,6 +316,48 @@ def test_ranks_load_what_another_number_of_ranks_saved(tmp_path):
         table.restore(tmp_path / "nothing")
 
 
+def kept_rows(rank, world, folder, kind_name, saved_by):
+    """Save the rows of a synchronous table, or restore what ``saved_by`` ranks saved; then the ids of this rank."""
+    kind = {"native": native, "multi_type": multi_type}[kind_name]
+    configs = {"a": config(1), "b": config(2)}
+    table = DistributedMultiTypeHashTableMpi(world, lambda r: kind(r, configs))
+
+    def each(call, bases):
+        if kind is native:
+            call(table.table, bases("rows"))
+        else:
+            for name, part in table.table.tables.items():
+                call(part, bases(name))
+
+    ids = torch.arange(-10, 30)
+    if saved_by is None:
+        slots = {"a": ids, "b": ids}
+        _, bundle = table.lookup(slots, {}, table.reorder(slots))
+        grads = {"a": -ids.view(-1, 1).float(), "b": torch.ones(40, 2)}
+        table.apply_gradients(grads, bundle)
+        each(lambda part, base: part.save(base), lambda name: f"{folder}/{rank}/{name}")
+    else:
+        one = f"{folder}/{min(rank, saved_by - 1)}"
+        with pytest.raises(ValueError, match=f"of {saved_by}, but this table is for rank {rank} of {world}"):
+            each(lambda part, base: part.restore(base), lambda name: f"{one}/{name}")
+        assert all(not part.size() for part in table.table.tables.values())
+        each(lambda part, bases: part.restore(bases), lambda name: [f"{folder}/{r}/{name}" for r in range(saved_by)])
+    found = table.table.tables["a"].contains(ids)
+    slots = {"a": ids, "b": ids}
+    rows, _ = table.lookup(slots, {}, table.reorder(slots))
+    return ids[found].tolist(), rows["a"].view(-1).tolist()
+
+
+@pytest.mark.parametrize("kind_name", ["native", "multi_type"])
+def test_a_shard_takes_its_own_ids_from_the_saves_of_other_numbers_of_ranks(tmp_path, kind_name):
+    saved = run_ranks(5, kept_rows, str(tmp_path), kind_name, None)
+    assert saved[0][0] == []  # rank 0 of more than four has no rows
+    loaded = run_ranks(2, kept_rows, str(tmp_path), kind_name, 5)
+    for rank, (ids, rows) in enumerate(loaded):
+        assert ids == [i for i in range(-10, 30) if i % 2 == rank]
+        assert rows == [5.0 * i for i in range(-10, 30)]  # a step per rank
+
+
 def test_one_table_over_ranks_is_one_table():
     for owned, size, expected in run_ranks(2, one_table):
         assert size == expected

@@ -585,3 +585,21 @@ def test_a_process_may_restore_while_another_saves(tmp_path):
         process.kill()
         process.wait(120)
         process.stdout.close()
+
+
+def test_the_share_of_a_rank_in_a_manifest_is_checked(tmp_path):
+    table, base = table_of(), str(tmp_path / "t")
+    table.save(base)
+    saved, before = read_saved(f"{base}.manifest"), all_rows(table)
+    table.rank_share = (0, 1, False)
+    for wrong in (5, "abc", [1, 2], [0, "1", 0], [0, 1.5, 0], [[0], 1, 0], None):
+        write_saved(saved.manifest, {**saved.fields, "rank_share": wrong}, saved.files)
+        with pytest.raises(DataError, match="rank_share must be three integers, got"):
+            table.restore(base)
+    write_saved(saved.manifest, {**saved.fields, "rank_share": [0, 1 << 60, 0]}, saved.files)
+    with pytest.raises(DataError, match=f"has the rows of rank 0 of {1 << 60}, but this table is for rank 0 of 1"):
+        table.restore(base)
+    assert all_rows(table) == before
+    write_saved(saved.manifest, {**saved.fields, "rank_share": [0, 1, 0]}, saved.files)
+    assert all_rows(table.restore(base)) == before
+    assert all_rows(table_of(0).restore(base)) == before  # a table that is nobody's share takes any

@@ -37,6 +37,9 @@ class TableBase(BudgetCalls, ABC):
     """Whether all rows are in this process, so that a module's ``state_dict`` contains them."""
     replayed = False
     """Whether a CUDA graph changes rows without the host seeing it."""
+    rank_share: tuple[int, int, bool] | None = None
+    """Of a rank's shard: the rank, the number of ranks, and whether rank 0 stays empty. Saves record it, and restores
+    compare it. None for other tables."""
 
     def _build(
         self,

@@ -13,6 +13,7 @@ from shoal.comm.ranks.ranks import AllToAll
 from shoal.errors import ConfigError
 from shoal.host import as_tensor
 from shoal.ops.reorder import fused_reorder_by_indices
+from shoal.ops.reorder.op import empty_shards
 from shoal.sharded.all_to_all.backend import default_backend
 from shoal.sharded.all_to_all.metrics import backward_metrics, flags, forward_metrics
 from shoal.sharded.export import check_writable
@@ -65,7 +66,8 @@ class DistributedMultiTypeHashTableMpi:
         self._next_step = 0
         self._slots = sorted(getattr(self._table, "tables", ()))
         """The tables' names; empty if the user's own table does not tell them."""
-        self._shard = OwnedShard(self._table, self._slots, self._backend, self._capacity["enable_async_optimize"])
+        late, empty = self._capacity["enable_async_optimize"], empty_shards(shard_num)
+        self._shard = OwnedShard(self._table, self._slots, self._backend, late, empty)
         self._hooks: list[SessionRunHook] = [*self._shard.hooks]
 
     @property

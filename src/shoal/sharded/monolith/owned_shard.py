@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,12 +25,16 @@ UPDATE_KEYS = (
 class OwnedShard:
     """A table with ``fused_lookup`` and ``fused_apply_gradient`` that holds this rank's rows of the tables ``names``.
 
-    ``late`` > 0 is the number of updates that `update` defers; ``hooks`` then apply them.
+    ``late`` > 0 is the number of updates that `update` defers; ``hooks`` then apply them. ``empty`` is 1 if rank 0 has
+    no rows.
     """
 
-    def __init__(self, table: Any, names: Sequence[str], backend: AllToAll, late: int) -> None:
+    def __init__(self, table: Any, names: Sequence[str], backend: AllToAll, late: int, empty: int = 0) -> None:
         self.table, self._names, self._shards = table, tuple(names), backend.world_size
         self.home = home(table)
+        tables = getattr(table, "tables", None)
+        for part in tables.values() if isinstance(tables, Mapping) else ():
+            part.rank_share = (backend.rank, self._shards, bool(empty))
         self.exchange = Exchange(backend, env.environment.backward_dtype, env.environment.fake_cast)
         self._numbers = {aside: (itertools.count(1), itertools.count(1)) for aside in (False, True)}
         """The numbers of the next lookup and update, by channel (see `is_aside`)."""

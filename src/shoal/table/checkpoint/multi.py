@@ -21,6 +21,7 @@ from shoal.table.config.messages import MultiHashTableMetadata
 
 if TYPE_CHECKING:
     from shoal.table.multi import MultiHashTable
+    from shoal.table.table import HashTable
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def save_multi_table(
             path = naming.shard_path(base + ".meta", index, count)
             save.add(path, write_meta(save.temporary(path), dict(zip(tables, counts[index], strict=True))))
         add_scales(save, base, scales)
-        save.commit()
+        save.commit(naming.share_fields(_share(tables)))
     if multi.saver_parallel < 1:
         naming.remove_other_counts(base, count)
         naming.remove_other_counts(base + ".meta", count)
@@ -102,6 +103,7 @@ def _restore(
         if not bases:
             raise naming.CheckpointNotFoundError("there is no checkpoint to restore: the list of basenames is empty")
         files = [_Files.of(os.fspath(base)) for base in bases]
+        shard = naming.shard_to_load(shard, _share(tables), bases, [of_base.data for of_base in files])
         shards = [shard for of_base in files for shard in of_base.shards()]
         saved = {name for _, _, meta in shards for name, _ in meta}
         loads = {name: begin_load(table, strict, shard) for name, table in tables.items() if name in saved}
@@ -130,6 +132,11 @@ def _restore(
         tables[name]._native.set_scales(of_table)
     for name in sorted(set(tables) - saved):
         log.warning("table %r: %s has no table %r; its rows are unchanged", multi.name, bases[0], name)
+
+
+def _share(tables: Mapping[str, HashTable]) -> tuple[int, int, bool] | None:
+    """The ``rank_share`` of the tables, which all have the same."""
+    return next((table.rank_share for table in tables.values()), None)
 
 
 def feature_stat(basename: StrPath) -> dict[str, int]:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.durable import Saved, StrPath, find_saved
 from shoal.durable.files import file_base
@@ -143,6 +144,37 @@ def remove_other_counts(basename: StrPath, count: int) -> None:
     for (_, other), path in shard_files(basename).items():
         if other != count:
             os.unlink(path)
+
+
+def share_fields(share: Sequence[int] | None) -> dict[str, Any]:
+    """The fields that record a table's ``rank_share`` in the manifest of its save."""
+    return {} if share is None else {"rank_share": [int(part) for part in share]}
+
+
+def shard_to_load(
+    shard: Sequence[int] | None, share: tuple[int, int, bool] | None, bases: Sequence[StrPath], files: Sequence[Shards]
+) -> Sequence[int] | None:
+    """The ``shard`` of a restore into a table with this ``rank_share``, by default: all rows if they are this share.
+
+    If other ranks or another number of ranks saved them, the share's rows are taken, from all ranks' saves.
+
+    Raises:
+        DataError: saves of some of these ranks are missing.
+    """
+    found = [of.saved.fields["rank_share"] for of in files if of.saved is not None and "rank_share" in of.saved.fields]
+    if shard is not None or share is None or len(found) < len(files) or found == [list(share)]:
+        return shard
+    for one in found:
+        if not isinstance(one, list) or [type(part) for part in one] != [int] * 3:
+            raise DataError(f"checkpoint {os.fspath(bases[0])!r}: rank_share must be three integers, got {one!r}")
+    first, ranks, empty = found[0]
+    if len(found) == ranks and sorted(found) == [[rank, ranks, empty] for rank in range(ranks)]:
+        return share
+    raise DataError(
+        f"checkpoint {os.fspath(bases[0])!r} has the rows of rank {first} of {ranks}, but this table is for rank "
+        f"{share[0]} of {share[1]}; give a list with the basenames of all {ranks} ranks, as in "
+        "restore_table(table, [...]), to take this rank's rows from them"
+    )
 
 
 def shard_rule(shard: Sequence[int] | None) -> tuple[int, int]:

@@ -63,7 +63,7 @@ def save_table(
             [table.source()], base, count, into=save, random_sleep_ms=random_sleep_ms, progress=progress, state=state
         )  # fmt: skip
         add_scales(save, base, scales)
-        save.commit()
+        save.commit(naming.share_fields(table.rank_share))
     if table.saver_parallel < 1:
         naming.remove_other_counts(base, count)
 
@@ -129,7 +129,8 @@ def restore_table(
         basename: the basename given to `save_table`; several for a table that several processes saved in parts.
         strict: False accepts records whose optimizer state does not fit: weights are kept and the state starts fresh.
         shard: ``(index, count)`` takes only the ids with ``id mod count == index``, so that any number of processes can
-            read a table saved by W processes; ``(index, count, True)`` leaves rank 0 empty.
+            read a table saved by W processes; ``(index, count, True)`` leaves rank 0 empty. By default, a rank's shard
+            of a synchronous table takes its own ids from the saves of all ranks.
         progress: counts records as they are read; its ``cancel()`` ends the load.
         saved: the manifest that lists the files; by default ``<basename>.manifest``, if it exists.
 
@@ -167,7 +168,7 @@ def _restore(
         if has_scales(table.table_config):
             found = (load_scales(base, of.saved) for base, of in zip(bases, files, strict=True))
             scales = next(filter(None, found), {})
-        load = begin_load(table, strict, shard)
+        load = begin_load(table, strict, naming.shard_to_load(shard, table.rank_share, bases, files))
         check_distinct(load, read_shards(load, files, progress))
         set_scales = pick_scales(table, scales)
         load.commit()

@@ -183,6 +183,7 @@ class Staged:
         self.name = table.name
         self.serving = table.serving
         self.clocked = table.clocked
+        self.rank_share = table.rank_share
         self.saver_parallel = table.saver_parallel
         self.table_config = table.table_config
         self.dim_size = table.dim_size
