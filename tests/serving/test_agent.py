@@ -14,6 +14,8 @@ from shoal.serving import (
     GetReplicasResponse,
     GetResourceRequest,
     GetResourceResponse,
+    HeartBeatRequest,
+    HeartBeatResponse,
     LayoutFilters,
     ModelServer,
     NodeAliveChecker,
@@ -80,6 +82,7 @@ def test_a_config_file_is_read(tmp_path, monkeypatch):
         ("bzid", "no value"),
         ("bzid a\nbzid b", "one value"),
         ("deploy_type x", "deploy_type"),
+        ("num_ps 1e300 * 1e300", "num_ps"),
         ("include agent.conf", "includes itself"),
     ],
 )
@@ -126,6 +129,15 @@ def test_layout_filters():
     assert LayoutFilters(["{a}_{b};not (a == 1 and 1 < b <= 3) or False"]).accepts("1_1")
     assert not LayoutFilters(["{a}_{b};not (a == 1 and 1 < b <= 3)"]).accepts("1_2")
     assert normalize_regex("ps_{i}x{") == r"ps_(?P<i>\d+)x{"
+    filters = LayoutFilters([r"(?P<kind>ps|dense)_{i}(?:_{j})?;i < 2", "x_{i}?;i == 1"])
+    assert [filters.accepts(name) for name in ("ps_1", "dense_1_7", "ps_2", "x_1", "x_")] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert not filters.accepts("ps_" + "1" * 5000)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +271,13 @@ def test_the_mirror_of_many_models():
     request = GetReplicasRequest(server_type=ServerType.PS, task=3, model_name="m")
     assert list(rpc(service.port, "GetReplicas", request, GetReplicasResponse).address_list.address) == ["a:1", "b:1"]
     assert mirror.get_all_replicas(ServerType.PS) == {"m:ps:3": ["a:1", "b:1"]}
+    for method, wrong, response in (
+        ("GetReplicas", GetReplicasRequest(server_type=7), GetReplicasResponse),
+        ("HeartBeat", HeartBeatRequest(server_type=7), HeartBeatResponse),
+    ):
+        with pytest.raises(grpc.RpcError, match="server_type must be one of 0") as caught:
+            rpc(service.port, method, wrong, response)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     service.stop(0)
 
 

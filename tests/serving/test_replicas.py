@@ -4,6 +4,7 @@ import hashlib
 import threading
 from types import SimpleNamespace
 
+import grpc
 import pytest
 
 from shoal.serving import (
@@ -13,11 +14,14 @@ from shoal.serving import (
     ClientConfig,
     FakeKazooClient,
     FakeTFServing,
+    GetModelStatusRequest,
+    GetModelStatusResponse,
     ModelMeta,
     ModelServerConfig,
     ModelState,
     ModelVersionStatus,
     PublishMeta,
+    ReloadConfigRequest,
     ReplicaManager,
     ReplicaMeta,
     ReplicaUpdater,
@@ -344,6 +348,28 @@ def tfs():
     server = FakeTFServing(config, num_versions=2, tick_secs=None).start()
     yield server
     server.stop()
+
+
+def test_the_fake_model_server_loads_a_model_again_that_came_back(tfs):
+    def states(config=None):
+        with grpc.insecure_channel(tfs.address) as channel:
+            service = "/tensorflow.serving.ModelService"
+            if config is not None:
+                change = channel.unary_unary(f"{service}/HandleReloadConfigRequest")
+                change(ReloadConfigRequest(config=config).SerializeToString(), timeout=60)
+            request = GetModelStatusRequest()
+            request.model_spec.name = "entry"
+            answer = channel.unary_unary(f"{service}/GetModelStatus")(request.SerializeToString(), timeout=60)
+        return [each.state for each in GetModelStatusResponse.FromString(answer).model_version_status]
+
+    config = ModelServerConfig()
+    config.model_config_list.config.append(gen_model_config("entry", "/x/entry"))
+    assert states() == [10, 10]
+    tfs.tick()
+    assert states(ModelServerConfig()) == [40, 40]
+    tfs.tick()
+    assert states() == [50, 50]
+    assert states(config) == [10, 10]
 
 
 def test_sub_models_of_a_process(monkeypatch):

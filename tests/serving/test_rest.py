@@ -47,7 +47,7 @@ def ask(server, path, body=None, headers=None, raw=None):
 
 def test_rows_and_columns_give_the_same_scores(served, net):
     rows = [{"user": [1, 2], "price": [0.5, 1.0]}, {"user": [3, 3], "price": [0.0, 2.0]}]
-    status, by_row = ask(served, "/v1/models/m:predict", {"instances": rows})
+    status, by_row = ask(served, "/v1/models/m:predict", {"signature_name": None, "instances": rows})
     assert status == 200
     columns = {"user": [[1, 2], [3, 3]], "price": [[0.5, 1.0], [0.0, 2.0]]}
     status, by_column = ask(
@@ -151,6 +151,7 @@ def test_status_and_metadata(served):
         ),
         ("/v1/models/m:predict", {"instances": [{"user": [1]}, {"price": [1]}]}, 400, "same keys"),
         ("/v1/models/m:predict", {"signature_name": "x", "instances": [1]}, 400, "no signature 'x'"),
+        ("/v1/models/m:predict", {"signature_name": 5, "instances": [1]}, 400, "must be a string, got 5"),
         ("/v1/models/m:classify", {"instances": [1]}, 404, "predict"),
         ("/nothing", None, 404, "no route"),
         ("/v1/models/../../etc/passwd", None, 404, "no route"),

@@ -294,6 +294,9 @@ def test_reload_adds_and_removes_models_over_the_wire(serve, tmp_path):
     outside = ReloadConfigRequest(config=config_of(m=("/etc",)))
     with fails(CODE.INVALID_ARGUMENT, "must be inside"):
         client.call("ModelService", "HandleReloadConfigRequest", outside, ReloadConfigResponse)
+    with fails(CODE.INVALID_ARGUMENT, "must have a model_config_list"):
+        client.call("ModelService", "HandleReloadConfigRequest", ReloadConfigRequest(), ReloadConfigResponse)
+    assert value_of(client) == 5
     empty = ReloadConfigRequest()
     empty.config.model_config_list.SetInParent()
     client.call("ModelService", "HandleReloadConfigRequest", empty, ReloadConfigResponse)
@@ -301,13 +304,36 @@ def test_reload_adds_and_removes_models_over_the_wire(serve, tmp_path):
         client.status("m")
 
 
+def test_models_that_a_reload_removed_can_be_added_again_over_the_wire(serve, tmp_path):
+    export(tmp_path, 1, 5)
+    server, client = serve(config_of(m=(tmp_path,)))
+    for config in (config_of(), config_of(m=(tmp_path,))):
+        config.model_config_list.SetInParent()
+        request = ReloadConfigRequest(config=config)
+        client.call("ModelService", "HandleReloadConfigRequest", request, ReloadConfigResponse)
+    assert value_of(client) == 5
+    with pytest.raises(ConfigError, match="model 'x': base_path must not be empty"):
+        server.reload(config_of(x=("",)))
+    assert value_of(client) == 5
+
+
 def test_labels_name_versions(serve, tmp_path):
     for version in (1, 2):
         export(tmp_path, version, version)
     config = config_of(m=(tmp_path, "all"))
     config.model_config_list.config[0].version_labels["stable"] = 1
+    config.model_config_list.config[0].version_labels["gone"] = 7
     _, client = serve(config)
     assert value_of(client, label="stable") == 1
+    for label, found in (("stable", [1]), ("gone", None), ("other", None)):
+        request = GetModelStatusRequest()
+        request.model_spec.name, request.model_spec.version_label = "m", label
+        if found is None:
+            with fails(CODE.NOT_FOUND, "7" if label == "gone" else "label"):
+                client.call("ModelService", "GetModelStatus", request, GetModelStatusResponse)
+        else:
+            answer = client.call("ModelService", "GetModelStatus", request, GetModelStatusResponse)
+            assert [each.version for each in answer.model_version_status] == found
 
 
 def test_no_request_fails_while_versions_switch_under_load(serve, tmp_path):

@@ -369,6 +369,10 @@ def test_overflow_is_counted_while_there_is_no_target(metrics):
 
 def test_a_set_of_its_own_counts_what_it_drops_too(metrics):
     keys = TouchedKeySet(capacity=2, name_suffix="mine")
+    for wrong in ([1.5], torch.tensor([1.5]), ["1"]):
+        with pytest.raises((ValueError, TypeError)):
+            keys.insert(wrong)
+    assert keys.insert([]) == len(keys) == 0
     assert keys.insert([1, 2, 3]) == 0
     assert metrics.counters == []
     assert keys.insert([4, 5, 6, 7]) == 6

@@ -106,8 +106,10 @@ class FakeTFServing:
             if name not in wanted:
                 for version, state in versions.items():
                     versions[version] = State.END if state == State.END else State.UNLOADING
-        for name in wanted - set(self._models):
-            self._models[name] = dict.fromkeys(range(1, self._num_versions + 1), State.START)
+        gone = {State.UNLOADING, State.END}
+        for name in wanted:
+            if set(self._models.get(name, {}).values()) <= gone:
+                self._models[name] = dict.fromkeys(range(1, self._num_versions + 1), State.START)
 
     def _find(self, name: str, context: Any) -> dict[int, int]:
         with self._lock:

@@ -185,7 +185,7 @@ class AgentConfig:
             try:
                 kind = known[name].type
                 given[name] = _convert(kind.__name__ if isinstance(kind, type) else str(kind), values)
-            except ValueError as error:
+            except (ValueError, OverflowError) as error:
                 raise ConfigError(f"{where}: {key}: {error}") from None
         return cls(**given)
 

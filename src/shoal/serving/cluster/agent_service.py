@@ -137,6 +137,10 @@ class AgentService:
                     grpc.StatusCode.UNAUTHENTICATED,
                     "the token is missing or unknown to this agent; send authorization: Bearer …",
                 )
+            kind = getattr(request, "server_type", ServerType.PS)
+            if self.version != 3 and kind not in ServerType.values():
+                known = ", ".join(f"{number} ({name})" for name, number in ServerType.items())
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"server_type must be one of {known}, got {kind}")
             return handler(request, context)
 
         return guarded

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from shoal.serving.cluster.expressions import Condition
 
+MAX_DIGITS = 1000  # Python refuses to convert numbers of more than 4,300 digits
+
 
 def normalize_regex(pattern: str) -> str:
     r"""Rewrites each ``{x}`` to the named group ``(?P<x>\d+)``; an unclosed brace stays text."""
@@ -29,7 +31,13 @@ class LayoutFilters:
             return True
         for pattern, condition in self._filters:
             found = pattern.fullmatch(sub_graph)
-            if found is not None and condition({name: int(text) for name, text in found.groupdict().items() if text}):
+            if found is None:
+                continue
+            texts = {name: found[name] or "" for name in condition.names}
+            # Groups that the filter's author wrote may match nothing or other text than digits.
+            if all(text.isdecimal() and len(text) <= MAX_DIGITS for text in texts.values()) and condition(
+                {name: int(text) for name, text in texts.items()}
+            ):
                 return True
         return False
 

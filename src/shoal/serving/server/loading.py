@@ -11,7 +11,7 @@ from shoal.proto.serving.tf_serving_pb2 import ModelConfig, ModelServerConfig
 from shoal.serving.export.whole import whole_versions
 from shoal.serving.server.hand_over import hand_over
 from shoal.serving.server.loader import load_servable
-from shoal.serving.server.models import AVAILABLE, Model, ServedModels, State, Version, generation
+from shoal.serving.server.models import AVAILABLE, Model, ServedModels, State, Version, generation, root_of
 from shoal.serving.server.servable import Servable
 from shoal.serving.status import Code, StatusError, unavailable
 
@@ -156,8 +156,10 @@ class LoadedModels(ServedModels):
         names = [each.name for each in given]
         if len(set(names)) != len(names) or not all(names):
             raise ConfigError(f"model names must be distinct and not empty, got {names}")
-        if self._model_root is not None:
-            for each in given:
+        for each in given:
+            if not each.base_path:
+                raise ConfigError(f"model {each.name!r}: base_path must not be empty")
+            if self._model_root is not None:
                 check_base_path(each.base_path, [self._model_root])
         gone: list[Model | None] = []
         with self._lock:
@@ -178,16 +180,16 @@ class LoadedModels(ServedModels):
                 else:
                     gone.append(known.replacement)
                     known.replacement = Model(each, self._model_root, self.placement)
+            self._known_roots |= {root_of(Path(each.base_path)) for each in given}
         generation.next()
         for model in gone:
             if model is not None:
                 unload_all(model)
 
     def _roots(self) -> list[Path]:
-        """Allowed folders of base paths received over the network: the model root, else the current ones."""
-        if self._model_root is not None:
-            return [self._model_root]
-        return sorted({model.root for model in self.models() if model.root is not None})
+        """Allowed folders of base paths received over the network: the model root, else all that were configured."""
+        with self._lock:
+            return sorted(self._known_roots) if self._model_root is None else [self._model_root]
 
     def refresh(self) -> None:
         """Check for new versions now and switch to them."""

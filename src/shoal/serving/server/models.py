@@ -100,22 +100,13 @@ class Model:
                 self.lock.notify_all()
 
     def _find(self, spec: ModelSpec) -> Version:
-        choice = spec.WhichOneof("version_choice")
         available = [v for v in self.versions.values() if v.state == AVAILABLE]
-        if choice is None:
+        number = self.number_of(spec)
+        if number is None:
             if not available:
                 states = {v.number: State.Name(v.state) for v in self.versions.values()}
                 raise unavailable(f"model {self.name!r} has no available version; its versions are {states or 'none'}")
             return max(available, key=lambda version: version.number)
-        if choice == "version_label":
-            labels = dict(self.config.version_labels)
-            if spec.version_label not in labels:
-                raise not_found(
-                    f"model {self.name!r} has no version label {spec.version_label!r}; it has {sorted(labels)}"
-                )
-            number = labels[spec.version_label]
-        else:
-            number = spec.version.value
         for version in available:
             if version.number == number:
                 return version
@@ -123,6 +114,15 @@ class Model:
             f"model {self.name!r} has no available version {number}; "
             f"available versions are {sorted(v.number for v in available)}"
         )
+
+    def number_of(self, spec: ModelSpec) -> int | None:
+        """The version that a request names by number or label; None if it names none."""
+        if not spec.HasField("version_label"):
+            return spec.version.value if spec.HasField("version") else None
+        labels = dict(self.config.version_labels)
+        if spec.version_label not in labels:
+            raise not_found(f"model {self.name!r} has no version label {spec.version_label!r}; it has {sorted(labels)}")
+        return labels[spec.version_label]
 
     def statuses(self) -> list[ModelVersionStatus]:
         """All versions, newest first."""
@@ -157,7 +157,7 @@ class ServedModels:
 
     Args:
         model_root: base paths must be inside this folder; None = any path, except that paths received over the network
-            must be where models are already served from.
+            must be where models are or were served from.
         placement: where versions are loaded.
     """
 
@@ -168,6 +168,7 @@ class ServedModels:
         self.placement = placement
         self._model_root = Path(model_root) if model_root is not None else None
         self._models: dict[str, Model] = {}
+        self._known_roots: set[Path] = set()
         self._aliases: dict[str, str] = {}
         self._lock = threading.RLock()
         self._loading = threading.Lock()
@@ -226,10 +227,11 @@ class ServedModels:
         if model.replacement is not None:
             known = {each.version for each in statuses}
             statuses += [each for each in model.replacement.statuses() if each.version not in known]
-        if spec.HasField("version"):
-            statuses = [each for each in statuses if each.version == spec.version.value]
+        number = model.number_of(spec)
+        if number is not None:
+            statuses = [each for each in statuses if each.version == number]
             if not statuses:
-                raise not_found(f"model {spec.name!r} has no version {spec.version.value}")
+                raise not_found(f"model {spec.name!r} has no version {number}")
         return GetModelStatusResponse(model_version_status=statuses)
 
     def metadata(self, spec: ModelSpec, one_version: bool = False) -> tuple[ModelSpec, SignatureDefMap]:

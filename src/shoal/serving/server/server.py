@@ -61,7 +61,7 @@ class ModelServer(LoadedModels):
         poll_wait_seconds: time between checks for new versions; 0 = check only once.
         security: the credentials that clients must present; required unless the address is loopback.
         model_root: base paths must be inside this folder; None = any path, except that paths received over the network
-            must be where models are already served from.
+            must be where models are or were served from.
         max_message_bytes: larger requests are refused before they are read. It also limits the total size of a
             request's decoded tensors, which is checked before memory is allocated.
         max_batch_rows: maximum rows that micro-batching joins; 1 disables it, 0 = 1,024, or 8,192 on a GPU.
@@ -318,6 +318,8 @@ class ModelServer(LoadedModels):
             identity = self._callers.identify(context)
             if not self.security.may_push(identity):
                 raise StatusError(Code.PERMISSION_DENIED, f"{identity!r} may not change what this server serves")
+            if not request.config.HasField("model_config_list"):
+                raise invalid_argument("the config must have a model_config_list, which may be empty")
             for each in request.config.model_config_list.config:
                 check_base_path(each.base_path, self._roots())
             await self._loop.loop.run_in_executor(self._pool, self.reload, request.config)

@@ -46,7 +46,8 @@ class TouchedKeySet(_core.TouchedKeys):
     def insert(self, ids: Any, table: int = 0) -> int:
         """Adds keys one by one; returns the number of keys dropped to make room."""
         if not isinstance(ids, torch.Tensor):
-            ids = torch.as_tensor(ids, dtype=torch.int64, device="cpu")
+            ids = torch.as_tensor(ids, device="cpu")
+            ids = ids if ids.numel() else ids.long()  # torch reads an empty list as floats
         flat = as_int64(ids, "TouchedKeySet: keys").detach().cpu().contiguous().view(-1)
         dropped = self._insert(flat.data_ptr(), flat.numel(), table)
         if dropped:

@@ -145,7 +145,10 @@ class _Handler(PageHandler):
             raise invalid_argument(f"the body is not JSON: {error}") from None
         if not isinstance(request, dict) or ("instances" in request) == ("inputs" in request):
             raise invalid_argument("the body must be an object with either instances (rows) or inputs (columns)")
-        spec.signature_name = str(request.get("signature_name", ""))
+        signature = request.get("signature_name") or ""
+        if not isinstance(signature, str):
+            raise invalid_argument(f"signature_name must be a string, got {signature!r}")
+        spec.signature_name = signature
         seen.model, seen.signature = spec.name, spec.signature_name or "serving_default"
         push_info.set(PushInfo(model=spec.name, identity=identity, peer=seen.peer))
         with self.owner.use(spec) as version:
