@@ -555,6 +555,26 @@ def test_the_address_tells_the_port_that_was_picked(serve):
     client.channel.close()
 
 
+def test_a_server_is_started_once(serve):
+    server, client = serve()
+    server.serve_tables("m", table_of("once"))
+    assert server.start() is server
+    assert client.status("m") == {1: 30}
+    server.stop(0)
+    with pytest.raises(ConfigError, match="stopped cannot be started again"):
+        server.start()
+
+
+def test_tables_that_cannot_be_served_together_are_refused(serve):
+    server, _ = serve()
+    one, two = table_of("x"), table_of("y")
+    with pytest.raises(ConfigError, match="must be unique, got 'MonolithHashTable_x' twice"):
+        server.serve_tables("m", [one, two, one])
+    with pytest.raises(ConfigError, match="HashTable or MultiHashTable objects, got int"):
+        server.serve_tables("m", [two, 5])
+    assert server.models() == []
+
+
 def test_a_server_that_cannot_start_leaves_no_port_open(serve):
     taken, _ = serve(rest_address="127.0.0.1:0")
     server = ModelServer(f"127.0.0.1:{free_port()}", rest_address=f"127.0.0.1:{taken.rest_port}")

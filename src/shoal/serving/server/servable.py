@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal.errors import ConfigError
 from shoal.serving.export.manifest import SignatureSpec
 from shoal.serving.predict import PredictCall, join_calls
 from shoal.serving.server.push_log import Mark, PushLog
@@ -126,6 +127,8 @@ def as_views(tables: Any) -> list[TableView]:
             for alias, table in tables.items()
         ]
     listed = tables if isinstance(tables, list | tuple) else [tables]
+    if wrong := [each for each in listed if not hasattr(each, "name")]:
+        raise ConfigError(f"tables must be HashTable or MultiHashTable objects, got {type(wrong[0]).__name__}")
     return [table if isinstance(table, TableView) else TableView(table) for table in listed]
 
 

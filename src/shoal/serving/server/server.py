@@ -176,7 +176,11 @@ class ModelServer(LoadedModels):
         )
 
     def start(self) -> "ModelServer":
-        """Load the configured models, then start to answer requests; returns itself."""
+        """Load the configured models, then start to answer requests; returns itself. A second call has no effect."""
+        if self.stopping:
+            raise ConfigError("a server that was stopped cannot be started again; create another one")
+        if self._listens:
+            return self
         with self._loading:
             self._refresh(at_once=True)  # this server's own sub-graphs cannot be called before it listens
         try:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shoal.errors import ConfigError
 from shoal.serving.export.manifest import SignatureSpec, TensorSpec
 from shoal.serving.server.hand_over import DROPPED, count_rows, place_of
 from shoal.serving.server.rounds import Rounds, Rows
@@ -208,6 +209,9 @@ def _raw_assign_signature(view: TableView, owner: Callable[[], Servable]) -> Sig
 def live_servable(tables: Any) -> Servable:
     """A servable over tables of this process, given as :func:`as_views` takes them."""
     views = as_views(tables)
+    names = [view.name for view in views]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"names of tables that are served together must be unique, got {twice[0]!r} twice")
     for view in views:
         view.logs_pushes = False  # live tables have no next version
     servable = Servable({}, {view.name: view for view in views})
