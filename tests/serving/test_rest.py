@@ -3,6 +3,7 @@
 import gzip
 import http.client
 import json
+import re
 import select
 import socket
 import threading
@@ -171,7 +172,8 @@ def test_bodies_are_bounded_also_when_packed(served):
     packed = gzip.compress(json.dumps({"signature_name": "lookup", "instances": [1]}).encode())
     assert ask(served, "/v1/models/live:predict", raw=packed, headers={"Content-Encoding": "gzip"})[0] == 200
     assert ask(served, "/v1/models/m:predict", raw=b"{", headers={})[0] == 400
-    assert ask(served, "/v1/models/m:predict", raw=b"x", headers={"Content-Encoding": "br"})[0] == 400
+    status, answer = ask(served, "/v1/models/m:predict", raw=b"x", headers={"Content-Encoding": "br"})
+    assert (status, answer["error"][:24]) == (400, "Content-Encoding must be")
     deep = b"[" * 50_000
     assert ask(served, "/v1/models/m:predict", raw=deep)[0] == 400
 
@@ -184,6 +186,26 @@ def test_a_client_that_is_refused_may_send_on_and_reads_the_answer(served):
             connection.sendall(b"x" * 10_000)
             time.sleep(0.005)
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_the_end_of_a_request_is_never_in_doubt(served):
+    body = json.dumps({"signature_name": "lookup", "instances": [1]}).encode()
+    post, host = b"POST /v1/models/live:predict HTTP/1.1\r\n", b"Host: 127.0.0.1\r\n"
+    right = b"Content-Length: %d\r\n" % len(body)
+
+    def answers(request):
+        with socket.create_connection(("127.0.0.1", served.rest_port), timeout=60) as connection:
+            connection.sendall(request + b"GET /healthz HTTP/1.1\r\nConnection: close\r\n" + host + b"\r\n")
+            received = b""
+            while part := connection.recv(65536):
+                received += part
+        return [int(status) for status in re.findall(rb"HTTP/1.1 (\d+)", received)]
+
+    assert answers(post + host + right + b"\r\n" + body) == [200, 200]
+    assert answers(b"GET /readyz HTTP/1.1\r\nContent-Length: 5\r\n" + host + b"\r\nhello") == [200]
+    assert answers(b"GET /readyz HTTP/1.1\r\nContent-Length: 0\r\n" + host + b"\r\n") == [200, 200]
+    assert answers(post + host + right + b"Content-Length: 1\r\n\r\n" + body) == [400]
+    assert answers(post + host + right + b"Transfer-Encoding: chunked\r\n\r\n" + body) == [400]
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")

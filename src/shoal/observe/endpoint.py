@@ -157,12 +157,14 @@ class PageHandler(PooledHandler):
             self.send_header("WWW-Authenticate", 'Basic realm="any name, and a token as the password"')
         if status == 429:
             self.send_header("Retry-After", "1")
-        if status >= 400:  # the rest of the body was not read
+        has_body = "Transfer-Encoding" in self.headers or self.headers.get("Content-Length", "0") != "0"
+        unread = status >= 400 or (has_body and self.command == "GET")
+        if unread:  # what is left of the body must not be taken for the next request
             self.close_connection = True
             self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
-        self.refused = status >= 400 and self.command == "POST"
+        self.refused = unread and has_body
 
     def error_of(self, error: Exception) -> tuple[int, str, str]:
         """(HTTP status, content type, text) of an exception raised by a route."""

@@ -60,9 +60,10 @@ class _Handler(PageHandler):
 
     def _body(self) -> bytes:
         limit = self.owner.max_message_bytes
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
-            raise invalid_argument("the request must have a Content-Length")
+        lengths = set(self.headers.get_all("Content-Length", ()))
+        length = lengths.pop() if len(lengths) == 1 and "Transfer-Encoding" not in self.headers else ""
+        if not (length.isascii() and length.isdecimal()):
+            raise invalid_argument("the request must have one Content-Length, and no Transfer-Encoding")
         if int(length) > limit:
             raise StatusError(Code.RESOURCE_EXHAUSTED, f"the body must have at most {limit} bytes, got {length}")
         data = self.rfile.read(int(length))
@@ -139,8 +140,9 @@ class _Handler(PageHandler):
         spec, what = self._parse(self.path.partition("?")[0])
         if what != ":predict":
             raise not_found(f"there is no route POST {self.path}; use /v1/models/NAME:predict")
+        body = self._body()
         try:
-            request = json.loads(self._body())
+            request = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise invalid_argument(f"the body is not JSON: {error}") from None
         if not isinstance(request, dict) or ("instances" in request) == ("inputs" in request):
