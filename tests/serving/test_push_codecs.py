@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.serving import GetModelMetadataResponse, ModelServer, SignatureDefMap, export_ps
+from shoal.serving import ModelServer, SignatureDefMap, export_ps
 from shoal.serving.status import StatusError
 from shoal.serving.sync.monolith.push_client import PushClient
 from shoal.serving.sync.quantize import asked_by, check_codecs, fingerprint, known
@@ -163,6 +163,4 @@ def test_a_multi_table_follows_too(replica, tmp_path):
 
 
 def test_a_replica_that_says_nothing_gets_floats():
-    response = GetModelMetadataResponse()
-    response.metadata["signature_def"].Pack(SignatureDefMap())
-    assert asked_by(response, "hashtable_assign") == {}
+    assert asked_by(SignatureDefMap().signature_def["hashtable_assign"]) == {}

@@ -10,7 +10,13 @@ from google.protobuf.message import DecodeError
 
 from shoal import _core
 from shoal.errors import DataError
-from shoal.proto.serving.tf_serving_pb2 import ModelSpec
+from shoal.proto.serving.tensor_pb2 import SignatureDef
+from shoal.proto.serving.tf_serving_pb2 import (
+    GetModelMetadataRequest,
+    GetModelMetadataResponse,
+    ModelSpec,
+    SignatureDefMap,
+)
 from shoal.serving.tensors import MAX_TENSOR_BYTES, decode_tensor_at, extent, shared_tensor, tensor_chunks, tensor_head
 from shoal.serving.wire import field, read_fields, varint
 
@@ -82,6 +88,24 @@ def model_spec(name: str, signature_name: str = "", version: int | None = None) 
     if version is not None:
         spec.version.value = version
     return spec
+
+
+def fetch_signatures(
+    channel: Any, spec: ModelSpec, timeout: float, **options: Any
+) -> tuple[ModelSpec, Mapping[str, SignatureDef]]:
+    """(the spec with the version that the server resolved, the signatures of that version).
+
+    ``options`` are gRPC's. Raises ``grpc.RpcError`` when the call fails.
+    """
+    call = channel.unary_unary(
+        GET_MODEL_METADATA, GetModelMetadataRequest.SerializeToString, GetModelMetadataResponse.FromString
+    )
+    answer = call(
+        GetModelMetadataRequest(model_spec=spec, metadata_field=["signature_def"]), timeout=timeout, **options
+    )
+    signatures = SignatureDefMap()
+    answer.metadata["signature_def"].Unpack(signatures)  # without signatures, the map stays empty
+    return answer.model_spec, signatures.signature_def
 
 
 def encode_request(spec: ModelSpec, inputs: Mapping[str, Encoded], output_filter: Iterable[str] = ()) -> bytes:

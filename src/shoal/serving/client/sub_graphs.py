@@ -6,10 +6,9 @@ from typing import Any
 
 import grpc
 
-from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse
 from shoal.serving.client.addresses import address_table, route
 from shoal.serving.client.remote import ONE_VERSION, RemotePredict, VersionMissing, rows_are_pushed
-from shoal.serving.predict import GET_MODEL_METADATA, model_spec
+from shoal.serving.predict import fetch_signatures, model_spec
 from shoal.serving.security import open_channel
 from shoal.serving.status import unavailable
 
@@ -128,13 +127,9 @@ def _task(name: str) -> int:
 
 def _has(address: str, model: str, version: int) -> bool | None:
     """Whether a server has a version of a model, or does not need it because its rows are pushed; None = no answer."""
-    request = GetModelMetadataRequest(model_spec=model_spec(model, "", version), metadata_field=["signature_def"])
     with open_channel(address) as channel:
-        call = channel.unary_unary(
-            GET_MODEL_METADATA, GetModelMetadataRequest.SerializeToString, GetModelMetadataResponse.FromString
-        )
         try:
-            call(request, timeout=ASK_SECS, metadata=((ONE_VERSION, "1"),))
+            fetch_signatures(channel, model_spec(model, "", version), ASK_SECS, metadata=((ONE_VERSION, "1"),))
         except grpc.RpcError as error:
             not_found = error.code() == grpc.StatusCode.NOT_FOUND  # pyrefly: ignore
             return rows_are_pushed(error) if not_found else None

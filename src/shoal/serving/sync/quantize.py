@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shoal.errors import DataError
-from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataResponse, SignatureDefMap
+from shoal.proto.serving.tensor_pb2 import SignatureDef
 from shoal.serving.status import Code, StatusError
 from shoal.serving.tensors import encode_content
 
@@ -130,13 +130,9 @@ def _known(codec: str) -> bool:
         return False
 
 
-def asked_by(response: GetModelMetadataResponse, signature: str) -> dict[str, str]:
+def asked_by(signature: SignatureDef) -> dict[str, str]:
     """Alias -> codec of the inputs of a signature that a replica does not want as plain floats."""
-    signatures = SignatureDefMap()
-    if not response.metadata["signature_def"].Unpack(signatures):
-        raise DataError("the replica's metadata has no signatures")
-    inputs = signatures.signature_def[signature].inputs
-    asked_for = {alias: info.name.partition("|")[2] for alias, info in inputs.items()}
+    asked_for = {alias: info.name.partition("|")[2] for alias, info in signature.inputs.items()}
     return {alias: codec for alias, codec in asked_for.items() if codec and known(codec)}
 
 

@@ -15,8 +15,7 @@ import torch
 
 from shoal.fid import distinct
 from shoal.metrics import emit_counter, emit_timer
-from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse, SignatureDefMap
-from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, decode_response, encode_request, model_spec
+from shoal.serving.predict import PREDICT, decode_response, encode_request, fetch_signatures, model_spec
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ClientSecurity, open_channel
 from shoal.serving.status import Code, StatusError, from_rpc_error
 from shoal.serving.sync.history import Ids, merge
@@ -403,34 +402,24 @@ def plain_session(channel: Any, model: str, timeout: float, refusal: StatusError
     Raises:
         StatusError: it takes no rows, or does not say so; ``refusal`` is how it answered a hello.
     """
-    request = GetModelMetadataRequest(metadata_field=["signature_def"])
-    request.model_spec.name = model
-    ask = channel.unary_unary(
-        GET_MODEL_METADATA, GetModelMetadataRequest.SerializeToString, GetModelMetadataResponse.FromString
-    )
-    signatures = SignatureDefMap()
     try:
-        answer = ask(request, timeout=timeout)
+        spec, signatures = fetch_signatures(channel, model_spec(model), timeout)
     except grpc.RpcError:
         raise refusal from None  # it does not have the model, or does not have it yet
-    answer.metadata["signature_def"].Unpack(signatures)
-    layouts = []
-    for name, signature in sorted(signatures.signature_def.items()):
-        if name == "hashtable_assign":
-            tables = {
-                alias.removesuffix("_value"): info.tensor_shape.dim[1].size
-                for alias, info in signature.inputs.items()
-                if alias.endswith("_value") and len(info.tensor_shape.dim) == 2
-            }
-            layouts.append(Layout(name, tuple(sorted(tables.items())), ()))
-    if not layouts:
+    name = "hashtable_assign"
+    if name not in signatures:
         raise StatusError(
             refusal.code,
             f"it takes neither rounds of pushes ({refusal.message}) nor rows by a signature hashtable_assign; serve "
             "the model with this version of shoal",
         )
-    version = answer.model_spec.version.value
-    return Session(version, "", None, None, tuple(layouts), {}, {}, plain=True)
+    tables = {
+        alias.removesuffix("_value"): info.tensor_shape.dim[1].size
+        for alias, info in signatures[name].inputs.items()
+        if alias.endswith("_value") and len(info.tensor_shape.dim) == 2
+    }
+    layout = Layout(name, tuple(sorted(tables.items())), ())
+    return Session(spec.version.value, "", None, None, (layout,), {}, {}, plain=True)
 
 
 def _finish(calls: deque[Any], most: int) -> None:

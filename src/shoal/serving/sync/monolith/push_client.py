@@ -9,10 +9,8 @@ from typing import Any
 import grpc
 from google.protobuf import json_format
 
-from shoal.errors import DataError
 from shoal.proto.serving.parameter_sync_pb2 import PushRequest, PushResponse, PushResult
-from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse
-from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, decode_response
+from shoal.serving.predict import PREDICT, decode_response, fetch_signatures, model_spec
 from shoal.serving.security import PUSH_MESSAGE_BYTES, ClientSecurity, open_channel
 from shoal.serving.status import Code, StatusError, from_rpc_error
 from shoal.serving.sync.push import INSTANCE, PushInfo, encode_push
@@ -114,18 +112,13 @@ class PushClient:
         """The form in which the replica wants values. Asks if it is unknown; plain floats if there is no answer."""
         key = (batch.model_name, batch.signature_name)
         if self._quantize and key not in self._forms:
-            request = GetModelMetadataRequest(metadata_field=["signature_def"])
-            request.model_spec.name = batch.model_name
-            call = self._channel.unary_unary(
-                GET_MODEL_METADATA, GetModelMetadataRequest.SerializeToString, GetModelMetadataResponse.FromString
-            )
+            left = min(1.0, max(0.001, end - time.monotonic()))
             try:
-                response = call(request, timeout=min(1.0, max(0.001, end - time.monotonic())))
-                codecs = asked_by(response, batch.signature_name)
-            except (grpc.RpcError, DataError) as error:
+                spec, signatures = fetch_signatures(self._channel, model_spec(batch.model_name), left)
+            except grpc.RpcError as error:
                 log.info("%s did not report its codecs (%r); sending rows as floats", self.target, error)
                 return _Form()
-            self._forms[key] = _Form(codecs, response.model_spec.version.value)
+            self._forms[key] = _Form(asked_by(signatures[batch.signature_name]), spec.version.value)
         return self._forms.get(key, _Form())
 
     def close(self) -> None:

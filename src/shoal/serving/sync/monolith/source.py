@@ -15,9 +15,8 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.metrics import emit_counter
-from shoal.proto.serving.tf_serving_pb2 import GetModelMetadataRequest, GetModelMetadataResponse, SignatureDefMap
 from shoal.serving.export.manifest import SignatureSpec, TensorSpec
-from shoal.serving.predict import GET_MODEL_METADATA, PREDICT, decode_response, encode_request, model_spec
+from shoal.serving.predict import PREDICT, decode_response, encode_request, fetch_signatures, model_spec
 from shoal.serving.security import ClientSecurity, open_channel
 from shoal.serving.server.servable import Servable, Signature, Tensors
 from shoal.serving.status import StatusError, from_rpc_error
@@ -187,18 +186,10 @@ class SourceFollower:
         return {alias: decode_tensor(data) for alias, data in decode_response(answer)[1].items()}
 
     def _signatures(self) -> Any:
-        request = GetModelMetadataRequest(metadata_field=["signature_def"])
-        request.model_spec.name = self._model
-        call = self._channel.unary_unary(
-            GET_MODEL_METADATA, GetModelMetadataRequest.SerializeToString, GetModelMetadataResponse.FromString
-        )
         try:
-            response = call(request, timeout=30.0, wait_for_ready=True)
+            return fetch_signatures(self._channel, model_spec(self._model), 30.0, wait_for_ready=True)[1]
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-        signatures = SignatureDefMap()
-        response.metadata["signature_def"].Unpack(signatures)
-        return signatures.signature_def
 
 
 def follow_source(
