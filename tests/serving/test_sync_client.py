@@ -106,7 +106,10 @@ def test_arguments_have_the_names_of_the_contract():
     client = ParameterSyncClient(client=handle)
     assert client.handle is handle
     assert ParameterSyncClient(client).handle is handle
-    assert client.create_sync_op(config_str=b"") == ["{}"]
+    assert client.create_sync_op(config_str=b"") == client.create_sync_op(config_bytes=b"") == ["{}"]
+    assert ParameterSyncClient(handle=handle).handle is handle
+    with pytest.raises(ValueError, match="client must be a sync client's handle, got None"):
+        ParameterSyncClient()
     with pytest.raises(ValueError, match="ps_num must be >= 0, got -1"):
         create_parameter_sync_clients(-1)
 

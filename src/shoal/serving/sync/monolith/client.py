@@ -70,7 +70,7 @@ def create_dummy_sync_client() -> SyncClientHandle:
     return _registry.get("MonolithDummySyncClient", lambda: DummySyncHandle("MonolithDummySyncClient"))
 
 
-def _parse(config_bytes: bytes) -> ClientConfig:
+def _parse(config_bytes: bytes | None) -> ClientConfig:
     if not isinstance(config_bytes, bytes | bytearray | memoryview):
         raise invalid_argument(f"expected a serialised ClientConfig, got {type(config_bytes).__name__}")
     try:
@@ -84,10 +84,19 @@ class ParameterSyncClient:
 
     Args:
         client: a handle, as `parameter_sync_client_from_config` returns it, or another ``ParameterSyncClient``.
+        handle: another name for ``client``.
     """
 
-    def __init__(self, client: "SyncClientHandle | ParameterSyncClient") -> None:
-        self._handle = client.handle if isinstance(client, ParameterSyncClient) else client
+    def __init__(
+        self,
+        client: "SyncClientHandle | ParameterSyncClient | None" = None,
+        *,
+        handle: "SyncClientHandle | ParameterSyncClient | None" = None,
+    ) -> None:
+        given = handle if client is None else client
+        if given is None:
+            raise ConfigError("ParameterSyncClient: client must be a sync client's handle, got None")
+        self._handle = given.handle if isinstance(given, ParameterSyncClient) else given
 
     @property
     def handle(self) -> SyncClientHandle:
@@ -97,12 +106,15 @@ class ParameterSyncClient:
         """Does nothing: the client already exists."""
         return self._handle
 
-    def create_sync_op(self, config_str: bytes | ClientConfig) -> list[str]:
-        """Run one sync round; the only element is the result as JSON.
+    def create_sync_op(
+        self, config_str: bytes | ClientConfig | None = None, *, config_bytes: bytes | ClientConfig | None = None
+    ) -> list[str]:
+        """Run one sync round; the only element is the result as JSON. ``config_bytes`` is ``config_str``.
 
         Raises:
             StatusError: invalid argument when ``config_str`` is not a serialised ``ClientConfig``. The empty byte
                 string is a valid one, without targets.
         """
-        config = config_str if isinstance(config_str, ClientConfig) else _parse(config_str)
+        given = config_bytes if config_str is None else config_str
+        config = given if isinstance(given, ClientConfig) else _parse(given)
         return [result_json(self._handle.sync(config))]
