@@ -89,6 +89,19 @@ def test_plans_share_one_version(tmp_path):
     assert list(plan_export(base, 3, timestamp=170, dense_only=True)) == ["entry"]
 
 
+@pytest.mark.parametrize("version", [-1, 2**63, 20261119220612123456])
+def test_a_version_that_servers_could_not_report_is_refused(tmp_path, net, version):
+    with pytest.raises(ConfigError, match=f"timestamp must be from 0 to .* got {version}"):
+        plan_export(tmp_path, 1, timestamp=version)
+    with pytest.raises(ConfigError, match="global_step must be from 0"):
+        plan_export(tmp_path, 1, global_step=version, rank=0)
+    tool = ModelExporter(tmp_path, model_name="m", net=net, features={"user": Feature(slot="u")})
+    with pytest.raises(ConfigError, match="timestamp must be from 0"):
+        tool.export([], global_step=1, timestamp=version)
+    assert not list(tmp_path.iterdir())
+    assert plan_export(tmp_path, 0, timestamp=2**63 - 1) == {"entry": f"{tmp_path}/entry/{2**63 - 1}"}
+
+
 def test_ranks_agree_by_step(tmp_path):
     base = str(tmp_path)
     assert plan_export(base, 3, timestamp=9, global_step=50, rank=0, with_remote_gpu=True) == {

@@ -1,6 +1,7 @@
 """Distributed exports are visible completely or not at all: killed at any point, by one process or by ranks."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -75,6 +76,8 @@ def test_a_shard_that_is_alone_in_its_place_is_whole(tmp_path):
     export_version(tmp_path / "made", 1)
     (tmp_path / "elsewhere").mkdir()
     os.rename(tmp_path / "made/exported_models/ps_0", tmp_path / "elsewhere/ps_0")
+    for name in (str(2**63), "9" * 200):  # a server could not report them
+        shutil.copytree(tmp_path / "elsewhere/ps_0/1", tmp_path / "elsewhere/ps_0" / name)
     assert whole_versions(tmp_path / "elsewhere/ps_0") == [1]
 
 

@@ -14,7 +14,15 @@ from shoal.comm.ranks.ranks import Ranks
 from shoal.errors import ConfigError
 from shoal.serving.cluster.rollout import newest_everywhere
 from shoal.serving.export.manifest import SignatureSpec, TableSpec
-from shoal.serving.export.plan import EXPORT_DIR_BASE, Drafts, Writer, free_second, plan_export, write_versions
+from shoal.serving.export.plan import (
+    EXPORT_DIR_BASE,
+    Drafts,
+    Writer,
+    checked_version,
+    free_second,
+    plan_export,
+    write_versions,
+)
 from shoal.serving.export.retention import add_export, delete_old_exports
 from shoal.serving.export.tables import export_tables, manifest_of, ps_writer, with_unique_names
 from shoal.serving.export.trace import describe, example_inputs, export_program, input_specs, pooled_specs
@@ -105,7 +113,8 @@ class ModelExporter:
                 raise ConfigError(
                     "a dense-only export must use ExportMode.DISTRIBUTED; a standalone export contains everything"
                 )
-            plan = {"": os.path.join(self.base, str(timestamp if timestamp is not None else free_second(self.base)))}
+            version = free_second(self.base) if timestamp is None else checked_version(timestamp, "timestamp")
+            plan = {"": os.path.join(self.base, str(version))}
         else:
             plan = plan_export(self.base, count, timestamp, global_step, rank, with_remote_gpu, dense_only)
         save = {} if mode == ExportMode.STANDALONE else self._save(set(plan), count, global_step, rank, ranks)

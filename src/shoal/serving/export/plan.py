@@ -47,12 +47,19 @@ def plan_export(
             raise ConfigError(
                 "plan_export: global_step must be given with rank, because synchronous training names versions by step"
             )
-        version = int(global_step)
+        version = checked_version(global_step, "global_step")
     elif timestamp is not None:
-        version = int(timestamp)
+        version = checked_version(timestamp, "timestamp")
     else:
         version = free_second(*(Path(base, name) for name in names))
     return {name: os.path.join(base, name, str(version)) for name in names}
+
+
+def checked_version(number: int, name: str) -> int:
+    """A version number that servers can report, an int64; raises ConfigError for any other."""
+    if not 0 <= int(number) < 2**63:
+        raise ConfigError(f"{name} must be from 0 to 2**63 - 1, because it becomes the version, got {number}")
+    return int(number)
 
 
 Writer = Callable[[Path], Mapping[str, Any]]

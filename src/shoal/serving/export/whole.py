@@ -14,6 +14,8 @@ from pathlib import Path
 
 from shoal.serving.export.manifest import FILE
 
+INT64_DIGITS = 19
+
 SaveParts = tuple[str, tuple[str, ...]]
 """A manifest's save and the parts of that save; empty for an export that is one folder."""
 
@@ -39,7 +41,8 @@ def whole_versions(folder: str | os.PathLike[str]) -> list[int]:
     """The complete versions of a sub-graph, or of a model in one folder, in ascending order."""
     path = Path(folder)
     found = path.iterdir() if path.is_dir() else ()
-    return sorted(int(each.name) for each in found if each.name.isdecimal() and is_whole(each))
+    named = [each for each in found if each.name.isdecimal() and len(each.name) <= INT64_DIGITS]
+    return sorted(int(each.name) for each in named if int(each.name) < 2**63 and is_whole(each))
 
 
 def _save_parts(folder: Path) -> SaveParts | None:
