@@ -299,6 +299,9 @@ def test_a_unified_container_serves_what_its_layout_names(tmp_path, monkeypatch)
     )
     agent.start()
     try:
+        for name, path, policy in (("none", None, "latest"), ("list", ["/x"], "latest"), ("policy", "/x", 5)):
+            operator.decl_saved_model(SavedModel(name, "ps_0"), SavedModelDeployConfig(path, policy))
+            operator.add_to_layout("blue", SavedModel(name, "ps_0"))  # not a declaration of a model: skipped
         for sub in ("ps_0", "ps_1"):
             operator.decl_saved_model(
                 SavedModel("movie", sub), SavedModelDeployConfig(str(tmp_path / sub), "latest_once")
