@@ -283,7 +283,13 @@ def test_what_a_watch_tells_during_a_poll_is_kept():
 def test_broken_records_and_names_are_ignored():
     zk = FakeKazooClient()
     zk.start()
-    for name, value in (("0", b"not json"), ("x", meta(1).serialize()), ("-1", meta(2).serialize())):
+    wrong = [b"not json", b'{"address": 5, "stat": 30}', b'{"address": "a:1", "stat": "AVAILABLE"}']
+    records = [
+        ("x", meta(1).serialize()),
+        ("-1", meta(2).serialize()),
+        *((str(i), each) for i, each in enumerate(wrong)),
+    ]
+    for name, value in records:
         zk.create(f"/shopfeed/service/movie_ctr/ps:0/{name}", value, makepath=True)
     watcher = ReplicaWatcher(zk, agent_config())
     watcher.watch_data()

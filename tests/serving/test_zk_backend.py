@@ -193,7 +193,7 @@ def test_containers_without_readable_service_info_are_skipped():
     for container, sub_graph in ((good, "ps_0"), (broken, "ps_0"), (silent, "ps_1")):
         zk.create(f"/b/binding/m/{sub_graph}:{container}", b"", makepath=True)
     backend.report_service_info(good, info(1))
-    for data in (b"[1]", b"{", b"7"):
+    for data in (b"[1]", b"{", b"7", b'{"grpc": 7}', b'{"grpc": ["10.0.0.1:2"]}'):
         zk.ensure_path(f"/b/container_service/{broken}")
         zk.set(f"/b/container_service/{broken}", data)
         assert backend.get_sync_targets("ps_0") == ("m:ps_0", ["10.0.0.1:1"])

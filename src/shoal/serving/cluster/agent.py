@@ -98,7 +98,7 @@ class UnifiedAgent:
                 if not deploy.model_base_path:
                     raise ValueError("its declaration has no model_base_path")
                 entry = gen_model_config(str(saved), deploy.model_base_path, deploy.version_policy or "latest")
-            except (ValueError, TypeError, AttributeError) as error:  # a bad declaration must not affect the others
+            except ValueError as error:  # one bad declaration must not affect the others
                 log.error("layout %s: skipping %s: %s", self.config.layout_path, saved, error)
                 continue
             config.model_config_list.config.append(entry)

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,18 @@ class JsonRecord:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Self:
-        """Raises ValueError for anything but a JSON object."""
+        """Raises ValueError for anything but a JSON object with texts and numbers where they belong; null fits all."""
         content = json.loads(text)
         if not isinstance(content, dict):
             raise ValueError(f"a {cls.__name__} must be a JSON object, got {type(content).__name__}")
-        known = {each.name for each in fields(cls)}  # pyrefly: ignore
-        return cls(**{key: value for key, value in content.items() if key in known})
+        known: dict[str, Any] = {each.name: each.type for each in fields(cls)}  # pyrefly: ignore
+        given = {key: value for key, value in content.items() if key in known}
+        for key, value in given.items():
+            kind = known[key]
+            if value is not None and kind in (str, str | None, int, int | None) and not isinstance(value, kind):
+                what = "an integer" if kind in (int, int | None) else "a string"
+                raise ValueError(f"{key} of a {cls.__name__} must be {what}, got {value!r}")
+        return cls(**given)
 
     def serialize(self) -> bytes:
         """`to_json` as bytes, as a registry stores it."""
@@ -45,7 +51,7 @@ class JsonRecord:
 
     @classmethod
     def deserialize(cls, data: bytes | str) -> Self:
-        """Raises ValueError for anything but a JSON object."""
+        """:meth:`from_json` of what a registry has."""
         return cls.from_json(data)
 
 
