@@ -137,6 +137,20 @@ def test_live_tables_are_looked_up_and_assigned(serve):
     assert client.status("m:ps_0") == {4: ModelState.AVAILABLE}
 
 
+def test_a_push_with_a_value_that_is_not_finite_writes_nothing(serve):
+    server, client = serve()
+    one, two = table_of("one"), table_of("two")
+    server.serve_tables("m", [one, two])
+    push = {f"{each.name}_id": torch.tensor([1]) for each in (one, two)}
+    push |= {f"{one.name}_value": torch.ones(1, 2), f"{two.name}_value": torch.tensor([[1.0, float("nan")]])}
+    with fails(CODE.INVALID_ARGUMENT, f"table {two.name!r}: pushed values must be finite"):
+        client.predict("m", "hashtable_assign", push)
+    assert one.lookup(torch.tensor([1])).tolist() == [[2.0, 3.0]]
+    push[f"{two.name}_value"] = torch.full((1, 2), 3e38)  # the sum is infinite, the values are not
+    client.predict("m", "hashtable_assign", push)
+    assert one.lookup(torch.tensor([1])).tolist() == [[1.0, 1.0]]
+
+
 def test_a_live_multi_table_has_the_raw_signatures(serve):
     table = MultiHashTable.from_configs({"b": instance(2), "a": instance(1)}, name_suffix="0")
     server, client = serve()

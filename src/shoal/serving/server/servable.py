@@ -88,6 +88,13 @@ class TableView:
         number = self.sub_tables.index(sub_table) if sub_table in self.sub_tables else -1
         return number if number >= 0 and self.dims[number] == dim else None
 
+    def refuses(self, number: int, values: torch.Tensor) -> bool:
+        """Whether pushed rows hold NaN or infinity, and a sub-table would refuse them. Tables of exports take any."""
+        finite_only = getattr(self._subs[number], "finite_values", False)
+        if not finite_only or bool(values.sum().isfinite()):  # if the sum is finite, all are
+            return False
+        return not bool(values.isfinite().all())
+
     def assign_sub(self, number: int, ids: torch.Tensor, values: torch.Tensor, mark: Mark | float) -> None:
         """Write pushed rows with the current timestamp. ``mark``: their origin, or when they were read."""
         self._subs[number].assign(ids.to(self.device), values.to(self.device), int(time.time()))

@@ -57,6 +57,12 @@ def _apply(owner: Callable[[], Servable], work: Sequence[Rows]) -> None:
     Rows written at once also go to the version that is about to replace this one.
     """
     servable, info = owner(), push_info.get()
+    for view, number, _, values in work:  # before any of them is written
+        if values is not None and view.refuses(number, values):
+            name = view.sub_tables[number]
+            raise invalid_argument(
+                f"table {name!r}: pushed values must be finite, got NaN or infinity; nothing was written"
+            )
     if info.round:
         servable.rounds.stage(info, work)
         return
