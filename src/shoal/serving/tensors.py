@@ -13,7 +13,7 @@ import torch
 
 from shoal import _core
 from shoal.errors import DataError
-from shoal.proto.serving.tensor_pb2 import DataType, TensorProto
+from shoal.proto.serving.tensor_pb2 import TensorProto
 from shoal.serving.wire import decode_varints, encode_varints, field, read_varint, varint
 
 MAX_TENSOR_BYTES = 2**31 - 1
@@ -329,6 +329,3 @@ def _split_strings(content: memoryview | bytes, count: int) -> list[bytes]:
         values.append(bytes(content[at : at + size]))
         at += size
     return values
-
-
-__all__ = ["MAX_TENSOR_BYTES", "DataType", "TensorProto", "tensor_from_proto", "tensor_to_proto"]

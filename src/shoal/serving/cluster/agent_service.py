@@ -188,6 +188,3 @@ class AgentService:
             network=-1.0,
             work_load=-1.0,
         )
-
-
-__all__ = ["AgentDataProvider", "AgentService", "ReplicaMirror", "ServerType"]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from shoal.metrics import emit_counter, emit_timer
-from shoal.proto.serving.parameter_sync_pb2 import ClientConfig, PushRequest, PushResponse, PushResult
+from shoal.proto.serving.parameter_sync_pb2 import PushRequest, PushResponse, PushResult
 from shoal.serving.status import Code, StatusError
 from shoal.serving.sync.monolith.push_client import PushClient
 from shoal.serving.sync.split import DeltaBatch, sendable_parts
@@ -227,6 +227,3 @@ def _count_and_size(part: Part) -> tuple[int | None, int]:
         return (sum(counts) if counts else None), part.size()
     deltas = [*part.delta_hash_tables, *part.delta_multi_hash_tables]
     return (sum(len(delta.fids) for delta in deltas) if deltas else None), part.ByteSize()
-
-
-__all__ = ["MAX_PART_BYTES", "ClientConfig", "SyncClientManager"]
