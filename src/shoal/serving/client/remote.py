@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import functools
 import random
 import threading
 import time
@@ -147,10 +146,29 @@ def remote_predict(
     ).result()[2]  # fmt: skip
 
 
-@functools.wraps(remote_predict, assigned=())
-def remote_predict_with_status(*args: Any, **kwargs: Any) -> tuple[int, str, list[Any]]:
-    """:func:`remote_predict`, with its arguments, but returns ``(status_code, status_message, outputs)``."""
-    return RemotePredict(*args, **kwargs).result()
+def remote_predict_with_status(
+    input_tensor_alias: Sequence[str],
+    input_tensors: Sequence[Any],
+    output_tensor_alias: Sequence[str],
+    model_name: str,
+    task: int,
+    old_model_name: str | None,
+    model_version: int = -1,
+    fail_op_on_rpc_error: bool = True,
+    max_rpc_deadline_millis: float = 30,
+    output_types: Sequence[Any] | None = None,
+    name: str | None = None,
+    signature_name: str = "serving_default",
+    *,
+    retries: int = 2,
+    one_version: bool = False,
+) -> tuple[int, str, list[Any]]:
+    """Like :func:`remote_predict`, but returns ``(status_code, status_message, outputs)``."""
+    return RemotePredict(
+        input_tensor_alias, input_tensors, output_tensor_alias, model_name, task, old_model_name, model_version,
+        fail_op_on_rpc_error, max_rpc_deadline_millis, output_types, name, signature_name, retries=retries,
+        one_version=one_version,
+    ).result()  # fmt: skip
 
 
 class RemotePredict:
