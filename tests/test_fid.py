@@ -1,5 +1,6 @@
 """Feature ids: plain values and tensors."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -52,3 +53,17 @@ def test_an_unsigned_fid_is_read_like_its_signed_twin():
 def test_a_tensor_of_another_dtype_is_refused():
     with pytest.raises(ValueError, match="int32"):
         slot_v1(torch.tensor([1], dtype=torch.int32))
+
+
+def test_numpy_integers_of_any_width_give_the_same_fid():
+    for kind in (np.int16, np.int32, np.uint16, np.int64, np.uint64):
+        assert make_v1(kind(600), kind(77)) == make_v1(600, 77)
+        assert make_v2(kind(5), kind(77)) == make_v2(5, 77)
+        assert slot_v1(kind(77)) == slot_v2(kind(77)) == 0
+        assert v1_to_v2(kind(77)) == 77
+
+
+def test_a_signature_tensor_of_another_dtype_is_refused():
+    for make in (make_v1, make_v2):
+        with pytest.raises(ValueError, match="a signature tensor must be int64"):
+            make(600, torch.tensor([77], dtype=torch.int32))

@@ -42,6 +42,9 @@ def test_bad_row_splits_are_refused_when_built(splits, message):
 def test_bad_lengths_and_dtypes_are_refused():
     with pytest.raises(ValueError, match="-1"):
         Ragged.from_row_lengths([1], [2, -1])
+    for lengths in ([1.5, 1.2], torch.tensor([1.5, 1.2])):
+        with pytest.raises(ValueError, match="row lengths must be int64"):
+            Ragged.from_row_lengths([1, 2], lengths)
     with pytest.raises(ValueError, match="float32"):
         Ragged([1], torch.tensor([0.0, 1.0]))
     with pytest.raises(ValueError, match="scalar"):

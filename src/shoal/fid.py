@@ -11,6 +11,7 @@ Every function takes Python ints and, for a fid, int64 tensors. Results are in t
 is 512 or more is negative.
 """
 
+import operator
 from typing import TypeVar
 
 import numpy as np
@@ -60,24 +61,28 @@ def _shift_right(fid: Fid, bits: int) -> Fid:
     return (fid >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _check_fid(fid: Fid) -> None:
-    if isinstance(fid, torch.Tensor):
-        if fid.dtype != torch.int64:
-            raise ConfigError(f"a fid tensor must be int64, got {fid.dtype}{_hint(fid.dtype)}")
-    elif not -(1 << 63) <= fid < 1 << 64:
-        raise ConfigError(f"a fid must fit into 64 bits, got {fid}")
+def _exact(value: Fid, what: str) -> Fid:
+    """A value whose bits can be shifted without loss: an int64 tensor as it is, a numpy integer as a Python int."""
+    if isinstance(value, torch.Tensor) and value.dtype != torch.int64:
+        raise ConfigError(f"a {what} tensor must be int64, got {value.dtype}{_hint(value.dtype)}")
+    return operator.index(value) if isinstance(value, np.integer) else value  # pyrefly: ignore
+
+
+def _fid(value: Fid) -> Fid:
+    value = _exact(value, "fid")
+    if not isinstance(value, torch.Tensor) and not -(1 << 63) <= value < 1 << 64:
+        raise ConfigError(f"a fid must fit into 64 bits, got {value}")
+    return value
 
 
 def slot_v1(f: Fid) -> Fid:
     """The slot of a v1 fid: its top 10 bits."""
-    _check_fid(f)
-    return _shift_right(f, 54)
+    return _shift_right(_fid(f), 54)
 
 
 def slot_v2(f: Fid) -> Fid:
     """The slot of a v2 fid: bits 62..48, so -1 is slot 32767."""
-    _check_fid(f)
-    return (f >> 48) & MAX_SLOT_V2
+    return (_fid(f) >> 48) & MAX_SLOT_V2
 
 
 def shard_of(ids: Fid, shards: int) -> Fid:
@@ -88,10 +93,10 @@ def shard_of(ids: Fid, shards: int) -> Fid:
 def _make(slot: int, sig: Fid, bits: int, max_slot: int, version: str) -> Fid:
     if not 0 <= slot <= max_slot:
         raise ConfigError(f"a {version} slot must be 0..{max_slot}, got {slot}")
-    high = slot << bits
+    high = operator.index(slot) << bits
     if high >= 1 << 63:
         high -= 1 << 64
-    return (sig & ((1 << bits) - 1)) | high
+    return (_exact(sig, "signature") & ((1 << bits) - 1)) | high
 
 
 def make_v1(slot: int, sig: Fid) -> Fid:
@@ -106,5 +111,5 @@ def make_v2(slot: int, sig: Fid) -> Fid:
 
 def v1_to_v2(f: Fid) -> Fid:
     """The v2 form of a v1 fid; the top 6 bits of its signature are lost."""
-    _check_fid(f)
+    f = _fid(f)
     return (_shift_right(f, 54) << 48) | (f & _V2_SIGNATURE)

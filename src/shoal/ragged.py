@@ -65,8 +65,12 @@ class Ragged:
     def from_row_lengths(cls, values: Tensor | Ragged | Sequence[Any], row_lengths: Tensor | Sequence[int]) -> Ragged:
         """Rows of the given lengths, whose sum is the number of values."""
         if not isinstance(row_lengths, Tensor):
-            row_lengths = torch.as_tensor(row_lengths, dtype=torch.int64, device=_device(values))
-        lengths = row_lengths.to(torch.int64)
+            row_lengths = torch.as_tensor(
+                row_lengths, dtype=None if len(row_lengths) else torch.int64, device=_device(values)
+            )
+        if row_lengths.dtype not in (torch.int64, torch.int32):
+            raise ConfigError(f"row lengths must be int64, got {row_lengths.dtype}")
+        lengths = row_lengths.long()
         if lengths.dim() != 1:
             raise ConfigError(f"row lengths must be 1-D, got shape {list(lengths.shape)}")
         if not torch.compiler.is_compiling() and lengths.numel() and int(lengths.min()) < 0:

@@ -49,10 +49,13 @@ def test_merged_splits_are_those_of_the_concatenation(lengths):
     assert normalize_merged_split_reference(merged, sizes).tolist() == want
 
 
-@pytest.mark.parametrize("sizes", [[], [2], [4], [0, 3], [-1, 4], [1, 1, 1, 1, 1, 1], [2**62, 2**62]], ids=str)
-def test_sizes_that_do_not_add_up_are_refused(sizes):
+@pytest.mark.parametrize(
+    "sizes", [[], [2], [4], [0, 3], [-1, 4], [1, 1, 1, 1, 1, 1], [2**62, 2**62], [2**63 - 1, 2**63 - 1, 5]], ids=str
+)
+@pytest.mark.parametrize("normalize", [normalize_merged_split, normalize_merged_split_reference])
+def test_sizes_that_do_not_add_up_are_refused(normalize, sizes):
     with pytest.raises(ValueError, match="row_split_size"):
-        normalize_merged_split([0, 1, 2], torch.tensor(sizes, dtype=torch.int64))
+        normalize(torch.tensor([0, 1, 2]), torch.tensor(sizes, dtype=torch.int64))
 
 
 def test_worked_example_of_concat():

@@ -56,13 +56,14 @@ def row_ids_reference(row_splits: Tensor, length: int) -> Tensor:
 
 def normalize_merged_split_reference(row_split: Tensor, row_split_size: Tensor) -> Tensor:
     """`normalize_merged_split` in plain torch."""
-    if row_split_size.numel() < 1 or int(row_split_size.min()) < 1 or int(row_split_size.sum()) != row_split.numel():
+    sizes = row_split_size.tolist()
+    if not sizes or min(sizes) < 1 or sum(sizes) != row_split.numel():
         raise ConfigError(
             f"normalize_merged_split: row_split_size must be positive numbers that add up to {row_split.numel()}, "
-            f"got {row_split_size.tolist()}"
+            f"got {sizes}"
         )
     pieces, base = [], 0
-    for i, piece in enumerate(row_split.split(row_split_size.tolist())):
+    for i, piece in enumerate(row_split.split(sizes)):
         pieces.append(piece[min(i, 1) :] + base)
         base += int(piece[-1])
     return torch.cat(pieces)

@@ -38,7 +38,8 @@ def normalize_merged_split(row_split: Tensor, row_split_size: Tensor) -> Tensor:
     row_split, sizes = row_split.contiguous(), row_split_size.contiguous()
     n, parts = row_split.shape[0], sizes.shape[0]
     ends = sizes.cumsum(0)
-    if not parts or bool(((sizes < 1).any()) | (ends[-1] != n)):  # waits for the device: the sizes are indices below
+    wrong = ((sizes < 1) | (sizes > n)).any()  # so the sum cannot wrap around
+    if not parts or bool(wrong | (ends[-1] != n)):  # waits for the device: the sizes are indices below
         raise launch.ConfigError(
             f"normalize_merged_split: row_split_size must be positive numbers that add up to {n}, got {sizes.tolist()}"
         )
