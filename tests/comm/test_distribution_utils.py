@@ -780,6 +780,9 @@ def train_like(rank, world, launcher):
     assert hvd_lib.allgather(torch.full((rank,), rank)).tolist() == [r for r in range(world) for _ in range(r)]
     assert hvd_lib.allreduce(torch.tensor([float(rank)])).item() == (world - 1) / 2
     assert hvd_lib.allreduce(torch.tensor([rank]), average=False).item() == sum(range(world))
+    for root in (-1, world):
+        with pytest.raises(ValueError, match="root_rank must be"):
+            hvd_lib.broadcast(torch.tensor([rank]), root)
     assert hvd_lib.broadcast(torch.tensor([rank]), 1).item() == 1
     for dtype in (torch.int16, torch.bool, torch.bfloat16, torch.complex64, torch.uint8, torch.float64):
         ones = torch.ones(2 * world, 3).to(dtype)
@@ -794,6 +797,10 @@ def train_like(rank, world, launcher):
     got = hvd_lib.alltoall(rows, splits)
     assert torch.equal(got, hvd_lib.alltoall(rows, splits, recv_splits=splits))
     assert got.flatten().tolist() == [100 * r + 2 * rank + i for r in range(world) for i in range(2)]
+    for counts in ([2] * (world + 1), [-1, 2 * world + 1, *[0] * (world - 2)]):
+        for wrong in ({"splits": counts}, {"splits": splits, "recv_splits": counts}):
+            with pytest.raises(ValueError, match="must be one number >= 0"):
+                hvd_lib.alltoall(rows, **wrong)
     os.environ["BYTEPS_PARTITION_BYTES"] = "8"
     group = hvd_lib.push_pull_group(
         [torch.ones(1) * rank, torch.ones(2), torch.tensor([rank]), torch.ones(1)], average=False

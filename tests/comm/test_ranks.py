@@ -43,6 +43,7 @@ def everything(ranks):
     with ranks.turn:
         assert torch.equal(ranks.exchange(flat, send, recv, None)[0], torch.cat(want))
     differ(ranks)
+    expect_too_much(ranks)
     assert ranks.gather_totals(1) == [1] * world  # the ranks still communicate
     return True
 
@@ -61,6 +62,23 @@ def differ(ranks):
         assert {head[4] for head in heads} == {99}
     with pytest.raises(PeerError, match="same calls in the same order"):
         ranks.barrier() if ranks.rank else ranks.gather_ints([1, 2, 3])
+
+
+def expect_too_much(ranks):
+    """A rank that expects more from itself than it sends gets nothing, and the others get their data."""
+    flat, each = torch.full((2 * ranks.world_size,), ranks.rank), [2] * ranks.world_size
+    expected = [5, *each[1:]] if ranks.rank == 0 else each
+    came, _ = ranks.exchange(flat, each, expected, [7])
+    assert came is None if ranks.rank == 0 else came.tolist() == [r for r in range(ranks.world_size) for _ in range(2)]
+
+
+def refuse_bad_counts(ranks):
+    flat, each = torch.zeros(2 * ranks.world_size), [2] * ranks.world_size
+    for send, recv in ((each, [*each, 0]), (each, each[1:]), ([*each, 0], each), (each, [-1, *each[1:]])):
+        with pytest.raises(ConfigError, match="must be one number >= 0 for each of"):
+            ranks.exchange(flat, send, recv, [1])
+    with pytest.raises(ConfigError, match="must add up to"):
+        ranks.exchange(flat[1:], each, each, [1])
 
 
 def threads(world, fn, timeout_s=60.0):
@@ -119,8 +137,7 @@ def test_a_rank_that_closed_is_named():
 
 def test_what_cannot_be_sent_is_refused():
     (ranks,) = InProcessRanks.create_group(1)
-    with pytest.raises(ConfigError, match="must add up to the 3 elements"):
-        ranks.exchange(torch.zeros(3), [2], [2], [1])
+    refuse_bad_counts(ranks)
     with pytest.raises(ValueError, match="at most"):
         padded([0] * (HEAD_WORDS + 1))
     with pytest.raises(ConfigError, match="at least 1"):
@@ -136,6 +153,10 @@ def over_gloo(rank, world, shared):
 
     assert default_ranks() is default_ranks()
     assert default_ranks().key == ProcessGroup().key
+    refuse_bad_counts(default_ranks())
+    backends_own = ProcessGroup()
+    backends_own._messages = False  # as with NCCL
+    assert everything(backends_own)
     return everything(default_ranks()) and values(default_ranks())
 
 

@@ -202,6 +202,8 @@ def allgather(t: Tensor) -> Tensor:
 def broadcast(t: Tensor, root_rank: int) -> Tensor:
     """``root_rank``'s ``t``, in new memory."""
     ranks, t = _ranks(), t.detach()
+    if not 0 <= root_rank < ranks.world_size:
+        raise ConfigError(f"hvd_lib.broadcast: root_rank must be 0..{ranks.world_size - 1}, got {root_rank}")
     root = ranks.rank == root_rank
     if root and ranks.world_size == 1:
         return t.clone(memory_format=torch.contiguous_format)
@@ -257,11 +259,10 @@ def push_pull_group(tensors: Sequence[Tensor], average: bool = True, name: str |
 def alltoall(t: Tensor, splits: Any, recv_splits: Any = None, name: str | None = None) -> Tensor:
     """Send ``splits[r]`` rows to rank ``r``; returns the received rows by rank. ``recv_splits`` saves an exchange."""
     ranks = _ranks()
-    out_rows = _split_list(splits)
-    if len(out_rows) != size() or sum(out_rows) != len(t):
-        raise ConfigError(
-            f"hvd_lib.alltoall: splits {out_rows} must be {size()} numbers that add to the {len(t)} rows of the tensor"
-        )
+    out_rows = _split_list(splits, "splits")
+    given_rows = None if recv_splits is None else _split_list(recv_splits, "recv_splits")
+    if sum(out_rows) != len(t):
+        raise ConfigError(f"hvd_lib.alltoall: splits must add up to the {len(t)} rows of the tensor, got {out_rows}")
     _check_partition(t, out_rows, name)
     with TELEMETRY.timed(f"alltoall.{name or 'unnamed'}"):
         row_bytes = math.prod(t.shape[1:]) * t.element_size()
@@ -269,16 +270,19 @@ def alltoall(t: Tensor, splits: Any, recv_splits: Any = None, name: str | None =
             one = [1] * ranks.world_size
             in_rows = (
                 ranks.all_to_all(torch.tensor(out_rows, device="cpu"), one, one).tolist()
-                if recv_splits is None
-                else _split_list(recv_splits)
+                if given_rows is None
+                else given_rows
             )
             sent, received = ([n * row_bytes for n in rows] for rows in (out_rows, in_rows))
             came = ranks.all_to_all(flat_bytes(t.detach()), sent, received)
     return came.view(t.dtype).view(sum(in_rows), *t.shape[1:])
 
 
-def _split_list(splits: Any) -> list[int]:
-    return splits.tolist() if isinstance(splits, Tensor) else [int(n) for n in splits]
+def _split_list(splits: Any, name: str) -> list[int]:
+    rows = splits.tolist() if isinstance(splits, Tensor) else [int(n) for n in splits]
+    if len(rows) != size() or min(rows) < 0:
+        raise ConfigError(f"hvd_lib.alltoall: {name} must be one number >= 0 for each of {size()} ranks, got {rows}")
+    return rows
 
 
 def _check_partition(t: Tensor, rows: list[int], name: str | None) -> None:

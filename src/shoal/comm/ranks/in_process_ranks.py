@@ -79,8 +79,7 @@ class InProcessRanks(Ranks):
         head: Sequence[int] | None,
         out: Tensor | None = None,
     ) -> tuple[Tensor | None, Heads]:
-        if sum(send) != flat.numel():
-            raise ConfigError(f"send must add up to the {flat.numel()} elements of the tensor, got {sum(send)}")
+        self._check_counts(flat, send, recv)
         self.called("exchange")
         shared = self._shared
         with self.turn, shared.changed:

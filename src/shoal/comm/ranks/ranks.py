@@ -229,6 +229,14 @@ class Ranks(Starting):
             raise PeerError(f"rank {self.rank}: another rank calls {_CALLS[call]} with more or fewer elements")
         return out
 
+    def _check_counts(self, flat: Tensor, send: Sequence[int], recv: Sequence[int]) -> None:
+        """Raise before anything is sent, so that further exchanges are possible."""
+        for name, counts in (("send", send), ("recv", recv)):
+            if len(counts) != self.world_size or min(counts) < 0:
+                raise ConfigError(f"{name} must be one number >= 0 for each of {self.world_size} ranks, got {counts}")
+        if sum(send) != flat.numel():
+            raise ConfigError(f"send must add up to the {flat.numel()} elements of the tensor, got {sum(send)}")
+
     def _check(self, heads: Heads, call: int) -> None:
         others = [rank for rank, head in enumerate(heads) if head[0] != call]
         if others:
@@ -285,8 +293,11 @@ class Carried(Ranks):
                 fronts = torch.tensor([[n, *padded(head)] for n in send], device="cpu")
                 each = [HEAD_WORDS + 1] * self.world_size
                 received = self._backend.all_to_all(fronts.view(-1), each, each).view(self.world_size, -1).tolist()
-                heads = [words for _, *words in received]
-                if not one_call(heads) or [n for n, *_ in received] != list(recv):
+                heads, lengths = [words for _, *words in received], [n for n, *_ in received]
+                if not one_call(heads):
+                    return None, heads
+                if lengths != list(recv):  # only this rank may know: the others need its data
+                    self._backend.all_to_all(flat, send, lengths)
                     return None, heads
             came = self._backend.all_to_all(flat, send, recv)
         return came if out is None else out.copy_(came), heads

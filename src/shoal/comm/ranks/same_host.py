@@ -17,8 +17,9 @@ import numpy as np
 from torch import Tensor
 
 from shoal import _core
+from shoal.buffers import empty_of
 from shoal.comm.ranks.ranks import HEAD_WORDS
-from shoal.errors import ConfigError, DeadlineError, PeerError
+from shoal.errors import DeadlineError, PeerError
 from shoal.switches import switch
 
 RING_BYTES = 1 << 20
@@ -56,10 +57,11 @@ class Rings:
         size = flat.element_size()
         words = np.zeros(HEAD_WORDS, np.int64)
         words[: len(head)] = head
-        if send[self._rank] != recv[self._rank]:
-            raise ConfigError(
-                f"rank {self._rank} must send itself as many elements as it receives, got {send} and {recv}"
-            )
+        own = send[self._rank]
+        fits = own == recv[self._rank]
+        if not fits:  # the other ranks need this one's data; what arrives here is discarded
+            recv = [*recv[: self._rank], own, *recv[self._rank + 1 :]]
+            out = empty_of(sum(recv), flat.dtype)
         sent, awaited = [n * size for n in send], [n * size for n in recv]
         try:
             self._native.start(flat.data_ptr(), sent, out.data_ptr(), awaited, words.ctypes.data)
@@ -73,7 +75,7 @@ class Rings:
             raise
         heads = np.empty((len(self._pids), HEAD_WORDS), np.int64)
         self._native.heads(heads.ctypes.data)
-        return not self._native.differences(), heads.tolist()
+        return fits and not self._native.differences(), heads.tolist()
 
     def _check_peers(self, until: float, timeout_s: float) -> None:
         """Raise if a peer is lost or the deadline has passed; called after a tick in which no data moved."""

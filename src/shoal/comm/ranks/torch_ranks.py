@@ -19,7 +19,7 @@ from shoal.comm.ranks.backend import Backend
 from shoal.comm.ranks.ranks import HEAD_WORDS, Heads, Ranks, SingleRank, one_call, padded
 from shoal.comm.ranks.restarts.pulse import Pulse, pulse_wanted, restarts_allowed
 from shoal.comm.ranks.same_host import Rings, open_rings
-from shoal.errors import ConfigError, DeadlineError, PeerError, ShoalError
+from shoal.errors import DeadlineError, PeerError, ShoalError
 
 TAG = 0x5344
 START_TIMEOUT_S = 600.0
@@ -74,8 +74,7 @@ class ProcessGroup(Backend):
         head: Sequence[int] | None,
         out: Tensor | None = None,
     ) -> tuple[Tensor | None, Heads]:
-        if sum(send) != flat.numel():
-            raise ConfigError(f"send must add up to the {flat.numel()} elements of the tensor, got {sum(send)}")
+        self._check_counts(flat, send, recv)
         self.called("exchange")
         sent = self.on_wire(flat).contiguous()
         to = out
@@ -116,10 +115,10 @@ class ProcessGroup(Backend):
         received = torch.empty_like(fronts)
         collectives.all_to_all(received, fronts, group=self.group)
         words = received.tolist()
-        heads = [head for _, *head in words]
-        same = [n for n, *_ in words] == list(recv)
-        if same and one_call(heads):
-            collectives.all_to_all(out, flat, recv, send, self.group)
+        lengths, heads = [n for n, *_ in words], [head for _, *head in words]
+        same = lengths == list(recv)
+        if one_call(heads):  # also if this rank expects other lengths: the others need its data
+            collectives.all_to_all(out if same else flat.new_empty(sum(lengths)), flat, lengths, send, self.group)
         return same, heads
 
     def _rings_of(self) -> Rings | None:
