@@ -490,6 +490,16 @@ def test_bps_init_names_the_missing_variable_and_writes_nothing(env, starts, mis
     assert starts == []
 
 
+@pytest.mark.parametrize("name", ["BYTEPS_GPU_NIC_BINDING_MODE", "BYTEPS_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"])
+def test_bps_init_names_a_variable_that_is_no_number_and_writes_nothing(env, starts, name):
+    env(OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=4, **{name: "two"})
+    before = dict(os.environ)
+    with pytest.raises(ValueError, match=f"{name} must be an integer.*got 'two'"):
+        du.bps_init("u")
+    assert dict(os.environ) == before
+    assert not starts
+
+
 def test_bps_init_takes_torchruns_variables_and_large_sizes(env, starts, monkeypatch):
     got = written(env, starts, monkeypatch, RANK=130, WORLD_SIZE=256)
     assert (got["BYTEPS_LOCAL_SIZE"], got["BYTEPS_LOCAL_RANK"], got["BYTEPS_PARTITION_BYTES"]) == ("1", "0", "512000")

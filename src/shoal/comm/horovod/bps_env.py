@@ -17,11 +17,13 @@ class _Place(NamedTuple):
     rank: int
     size: int
     local_size: int
-    launcher_local_rank: int | None
+    launcher_local_rank: int
+    """-1 if the launcher does not say."""
+    binding: bool
 
 
 def _place() -> _Place:
-    """This process's rank and size; raises before any variable is written."""
+    """What other variables say of this process; raises before any variable is written."""
     values = {}
     for quantity in ("rank", "size"):
         value = launcher_int(quantity)
@@ -35,8 +37,8 @@ def _place() -> _Place:
     local_size = env_int("BYTEPS_LOCAL_SIZE", 1 if local_size is None else local_size)
     if local_size < 1 or values["size"] < 1:
         raise ConfigError(f"bps_init: local size and size must be at least 1, got {local_size} and {values['size']}")
-    own = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "").strip()
-    return _Place(values["rank"], values["size"], local_size, int(own) if own else None)
+    own, binding = env_int("OMPI_COMM_WORLD_LOCAL_RANK", -1), env_int("BYTEPS_GPU_NIC_BINDING_MODE", 0) != 0
+    return _Place(values["rank"], values["size"], local_size, own, binding)
 
 
 def prepare(uuid: str, find_address: Callable[[str], str]) -> None:
@@ -46,7 +48,7 @@ def prepare(uuid: str, find_address: Callable[[str], str]) -> None:
     env.setdefault("BYTEPS_ALLTOALL_SESSION_SIZE", "3")
     env.setdefault("BYTEPS_LOCAL_SIZE", str(place.local_size))
     local_rank, node = place.rank % place.local_size, place.rank // place.local_size
-    if place.launcher_local_rank is not None and place.launcher_local_rank != local_rank:
+    if place.launcher_local_rank not in (-1, local_rank):
         logger.warning(
             "rank %d should have local rank %d under block placement, but the launcher says %d; using the launcher's "
             "value (place ranks with --map-by ppr:%d:node)",
@@ -59,8 +61,7 @@ def prepare(uuid: str, find_address: Callable[[str], str]) -> None:
     socket_path = f"/tmp/bps_{uuid}_socket_{node}"
     os.makedirs(socket_path, exist_ok=True)
     gdr = uses_gdr()
-    binding = env_int("BYTEPS_GPU_NIC_BINDING_MODE", 0) != 0
-    interface = _bind_nic(local_rank, gdr) if binding else env.get("DMLC_INTERFACE", "eth0")
+    interface = _bind_nic(local_rank, gdr) if place.binding else env.get("DMLC_INTERFACE", "eth0")
     address = find_address(interface)
     if not address:
         logger.warning("interface %s has no IPv4 address; DMLC_NODE_HOST is left empty", interface)
@@ -93,7 +94,7 @@ def prepare(uuid: str, find_address: Callable[[str], str]) -> None:
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
     }
-    if binding:
+    if place.binding:
         devices = (name.partition(":")[0] for name in env["UCX_NET_DEVICES"].split(","))
         defaults["NCCL_IB_HCA"] = ",".join(name for name in devices if not name.startswith("eth"))
         if gdr:
