@@ -145,7 +145,7 @@ bool add_value(const FeatureRule& feature, const Scalar& value, std::vector<int6
 // The sample that is being read.
 struct Sample {
   double label = 0, time = 0;
-  bool labelled = false;
+  bool labelled = false, timed = false;
   std::vector<float> dense;
   std::vector<std::vector<int64_t>> lists;
 };
@@ -177,7 +177,7 @@ void use_value(const ExampleLayout& layout, const Use& use, std::string_view nam
     case What::time:
       if (in_list || !number_of(value, &number) || !(number >= 0 && number <= 4294967295.0))
         bad_value(name, "must be a time in seconds since 1970" + got());
-      out->time = number;
+      out->time = number, out->timed = true;
   }
 }
 
@@ -222,6 +222,7 @@ void read_object(const ExampleLayout& layout, const Uses& names, std::string_vie
   }
   if (!layout.set.cross(&out->lists, &why)) throw Malformed("a cross " + why);
   if (!out->labelled) throw Malformed("it has no label '" + layout.label + "'");
+  if (!out->timed && !layout.time.empty()) throw Malformed("it has no time '" + layout.time + "'");
 }
 
 }  // namespace
@@ -242,7 +243,7 @@ Block parse_json_objects(const ExampleLayout& layout, const std::vector<std::str
       sample.dense.resize(dense);
       for (size_t d = 0; d < dense; ++d) sample.dense[d] = layout.set.numbers[d].missing;
       for (auto& list : sample.lists) list.clear();
-      sample.label = sample.time = 0, sample.labelled = false;
+      sample.labelled = sample.timed = false;
       try {
         read_object(layout, names, messages[i], &sample);
       } catch (const Malformed& error) {

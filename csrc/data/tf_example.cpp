@@ -111,7 +111,7 @@ Block parse_tf_examples(const ExampleLayout& layout, const std::vector<std::stri
       for (size_t d = 0; d < dense; ++d) row[d] = layout.set.numbers[d].missing;
       for (auto& list : lists) list.clear();
       double label = 0, time = 0;
-      bool labelled = false;
+      bool labelled = false, timed = layout.time.empty();
       try {
         for (Fields example(messages[i]); example.next();) {
           if (example.field != 1 || example.type != 2) continue;
@@ -136,7 +136,7 @@ Block parse_tf_examples(const ExampleLayout& layout, const std::vector<std::stri
                 }
               } else if (values.number(&number)) {
                 if (what == What::label) label = number, labelled = true;
-                if (what == What::time) time = number;
+                if (what == What::time) time = number, timed = true;
                 if (what == What::dense) row[index] = static_cast<float>(number);
               } else if (what != What::dense || values.kind == 1 || !values.floats.empty()) {
                 throw Malformed("feature '" + std::string(key.substr(0, 40)) + "' must be a finite number");
@@ -153,6 +153,7 @@ Block parse_tf_examples(const ExampleLayout& layout, const std::vector<std::stri
         }
         if (!layout.set.cross(&lists, &why)) throw Malformed("a cross " + why);
         if (!labelled) throw Malformed("it has no label '" + layout.label + "'");
+        if (!timed) throw Malformed("it has no time '" + layout.time + "'");
         if (!(time >= 0 && time <= 4294967295.0))
           throw Malformed("its time must be in seconds since 1970, 0..4294967295, got " + std::to_string(time));
       } catch (const Malformed& error) {

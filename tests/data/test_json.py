@@ -35,6 +35,14 @@ def test_json_gives_the_samples_that_csv_gives(tmp_path):
         assert getattr(Samples.join(parts), name).tolist() == getattr(Samples.join(theirs), name).tolist()
 
 
+def test_an_object_without_a_time_is_bad():
+    form = make_format("json", Schema(label="y", sparse=("u",), time="at"))
+    samples, bad = form.decode([b'{"y":1,"at":5}', b'{"y":1}', b'{"y":1,"at":[]}', b'{"y":1,"at":null}'])
+    assert samples.time.tolist() == [5]
+    assert [number for number, _ in bad] == [1, 2, 3]
+    assert "no time 'at'" in bad[0][1]
+
+
 def test_lists_texts_with_escapes_and_missing_values():
     schema = Schema(
         label="y", dense=("a",), sparse=("tags", "user"),

@@ -93,3 +93,37 @@ def test_a_damaged_file_is_told_and_a_missing_one_or_column_refused(tmp_path):
     write(path, y=[1], a=[1], u=[["u"]], v=["v"])
     with pytest.raises(ConfigError, match="set lists = true"):
         read_all(form, path)
+
+
+def test_a_time_that_rows_cannot_have_is_bad(tmp_path):
+    path = tmp_path / "a.parquet"
+    times = [5.0, -1.0, 9e30, 2.0**32, float("nan"), 2.0**32 - 1]
+    pq.write_table(pa.table({"y": [1] * 6, "u": ["a"] * 6, "t": times}), path)
+    parts, bad = read_all(make_format("parquet", Schema(label="y", sparse=("u",), time="t")), path)
+    assert [time for part in parts for time in part.time.tolist()] == [5, 2**32 - 1]
+    assert [row.line for row in bad] == [2, 3, 4, 5]
+    assert "'t' must be in seconds since 1970, 0..4294967295" in bad[0].why
+
+
+def test_lists_of_fixed_size_are_read_like_others_and_a_column_of_nulls_as_missing(tmp_path):
+    path, schema = tmp_path / "a.parquet", Schema(label="y", dense=("d",), sparse=("u", "v"))
+    lists = [["a", "b"], None, ["c", None]]
+    found = []
+    for kind in (pa.list_(pa.string()), pa.list_(pa.string(), 2)):
+        columns = {"y": [1, 0, 1], "d": pa.nulls(3), "u": pa.array(lists, kind), "v": pa.nulls(3)}
+        pq.write_table(pa.table(columns), path)
+        (part,), bad = read_all(make_format("parquet", schema, lists=True), path)
+        assert not bad
+        assert part.dense.tolist() == [[0.0]] * 3
+        found.append((part.ids.tolist(), part.offsets.tolist()))
+    assert found[0] == found[1]
+
+
+def test_two_columns_of_one_name_and_nested_lists_are_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_arrays([pa.array([1])] * 3, names=["y", "u", "u"]), path)
+    with pytest.raises(ConfigError, match="column names must be unique, got 'u' 2 times"):
+        read_all(make_format("parquet", Schema(label="y", sparse=("u",))), path)
+    pq.write_table(pa.table({"y": [1], "u": [[["a"]]]}), path)
+    with pytest.raises(ConfigError, match="must hold texts, numbers or lists of these, got list"):
+        read_all(make_format("parquet", Schema(label="y", sparse=("u",)), lists=True), path)

@@ -177,3 +177,20 @@ def test_a_resumed_cursor_reads_the_same_as_one_that_was_not(tmp_path):
         cursor.read(33)
         with closing(form.open(unit, cursor.state(), pytest.fail)) as again:
             assert torch.equal(again.read(10).label, torch.arange(33.0, 43.0))
+
+
+def test_records_without_a_time_that_rows_can_have_are_bad(tmp_path):
+    path = tmp_path / "a.records"
+    timed = Schema(label="y", sparse=("u",), time="t")
+    records = [tf_example(y=[1], t=[5]), tf_example(y=[1]), tf_example(y=[1], t=[2**32]), tf_example(y=[0], t=[7])]
+    path.write_bytes(b"".join(map(frame, records)))
+    parts, bad = read_all(make_format("tfrecord", timed), path)
+    assert [time for part in parts for time in part.time.tolist()] == [5, 7]
+    assert [(row.line, "time" in row.why) for row in bad] == [(2, True), (3, True)]
+    records = [example(1, t=[5]), example(1), example(1, t=[2**32]), example(None), example(0, t=[2**32 - 1])]
+    path.write_bytes(b"".join(map(frame, records)))
+    parts, bad = read_all(make_format("example", timed), path)
+    assert [time for part in parts for time in part.time.tolist()] == [5, 2**32 - 1]
+    assert [row.line for row in bad] == [2, 3, 4]
+    for row, why in zip(bad, ("no time 't'", "seconds since 1970, 0..4294967295", "no label 'y'"), strict=True):
+        assert why in row.why

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data import CRITEO, Schema, make_format, text_fid
+from shoal.data import CRITEO, Schema, Stream, make_format, text_fid
 from shoal.errors import ConfigError
 from shoal.fid import slot_v2
 from tests.data.helpers import labels, read_all
@@ -149,6 +149,16 @@ def test_a_cut_off_gzip_gives_what_it_has_and_tells(tmp_path):
     parts, bad = read_all(make_format("csv", Schema(label="y", sparse=("u",)), columns=["y", "u"]), path)
     assert labels(parts) == []
     assert "damaged" in bad[-1].why
+
+
+def test_a_gzip_whose_header_cannot_be_read_is_told_and_skipped(tmp_path):
+    bad, good = [], tmp_path / "b.csv"
+    good.write_bytes(b"y,a,b,u,v\n1,1,1,u,v\n")
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"y,a,b,u,v\n1,1,1,u,v\n")[:12])
+    stream = Stream([str(tmp_path)], make_format("csv", SMALL), SMALL, batch_size=4, on_bad=bad.append)
+    assert [len(batch) for batch in stream] == [1]
+    assert (len(bad), bad[0].rest, bad[0].where()) == (1, True, f"{tmp_path / 'a.csv.gz'}, line 1")
+    assert "the file is damaged" in bad[0].why
 
 
 @pytest.mark.parametrize("cut", [1, 8, 40, 200])

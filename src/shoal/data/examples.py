@@ -13,8 +13,9 @@ from shoal import _core
 from shoal.data.columns import from_address, interleave
 from shoal.data.records import RecordFormat
 from shoal.data.samples import Samples
-from shoal.data.schema import Schema
+from shoal.data.schema import Schema, wrong_time
 from shoal.errors import ConfigError
+from shoal.table.arguments import MAX_TIME
 
 _EXAMPLE, _BATCH = 0, 2  # as in csrc/ops/example_wire.h
 _SIGNATURE = (1 << 48) - 1
@@ -69,17 +70,28 @@ class ExampleFormat(RecordFormat):
         n = wire.batch
         columns = [_column(n, *column) for column in wire.columns()]
         values, label_offsets = columns[0]
-        good = label_offsets.diff() > 0
-        bad = [(i, f"it has no label {schema.label!r}") for i in (~good).nonzero().view(-1).tolist()]
+        wrong = [(label_offsets.diff() == 0, f"it has no label {schema.label!r}")]
+        time = None
+        if schema.time:
+            time = _first(*columns[-1])
+            wrong.append((columns[-1][1].diff() == 0, f"it has no time {schema.time!r}"))
+            wrong.append((time > MAX_TIME, wrong_time(schema.time)))
+        bad: dict[int, str] = {}
+        for rows, why in wrong:
+            for i in rows.nonzero().view(-1).tolist():
+                bad.setdefault(i, why)
         ids, offsets = interleave(columns[1 : 1 + len(schema.sparse)])
         samples = Samples(
             label=_first(values, label_offsets).float(),
             dense=torch.empty(n, 0, device="cpu"),
             ids=ids,
             offsets=offsets,
-            time=_first(*columns[-1]) if schema.time else None,
+            time=time,
         )
-        return samples.take(good.nonzero().view(-1)) if bad else samples, bad
+        if not bad:
+            return samples, []
+        good = torch.tensor([i for i in range(n) if i not in bad], dtype=torch.int64, device="cpu")
+        return samples.take(good), sorted(bad.items())
 
 
 def _first(values: Tensor, offsets: Tensor) -> Tensor:

@@ -14,9 +14,10 @@ from shoal import _core
 from shoal.data.features import native_set
 from shoal.data.raw import INTEGER, NUMBER, READY, TEXT32, TEXT64, Column
 from shoal.data.samples import Samples, from_block
-from shoal.data.schema import Schema, no_column
+from shoal.data.schema import Schema, no_column, wrong_time
 from shoal.data.source import BadRow, OnBad, Unit, file_size, open_error
 from shoal.errors import ConfigError, missing_extra
+from shoal.table.arguments import MAX_TIME
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +46,12 @@ class ParquetFormat:
         except _damaged():
             return [Unit(path=path, begin=-1)]  # its cursor reports the error, where bad rows are counted
         with file:
-            names = set(file.schema_arrow.names)
-            missing = [name for name in self.columns() if name not in names]
-            if missing:
-                raise ConfigError(f"{path}: {no_column(missing[0], file.schema_arrow.names)}")
+            names = file.schema_arrow.names
+            for name in self.columns():
+                if name not in names:
+                    raise ConfigError(f"{path}: {no_column(name, names)}")
+                if names.count(name) > 1:
+                    raise ConfigError(f"{path}: column names must be unique, got {name!r} {names.count(name)} times")
             return [
                 Unit(path=path, begin=group, size=max(1, file.metadata.row_group(group).num_rows))
                 for group in range(file.num_row_groups)
@@ -107,14 +110,14 @@ def table_samples(form: ParquetFormat, table: Any, path: str) -> tuple[Samples, 
     label, numbers = label.float(), numbers.float()
     good = torch.isfinite(label) & torch.isfinite(numbers).all(1)
     if time is not None:
-        good &= torch.isfinite(time)
+        for row in ((time >= 0) & (time <= MAX_TIME)).logical_not().nonzero().view(-1).tolist():
+            bad.setdefault(row, wrong_time(schema.time or ""))
         time = time.nan_to_num().long()
     good[list(bad)] = False
     samples = Samples(label=label, dense=numbers, ids=made.ids, offsets=made.offsets, time=time)
     if bool(good.all()):
         return samples, []
-    what = "a number" if time is None else f"a number or the time {schema.time!r}"
-    why = f"the label {schema.label!r} or {what} is missing, NaN or infinite"
+    why = f"the label {schema.label!r} or a number is missing, NaN or infinite"
     rows = (~good).nonzero().view(-1).tolist()
     return samples.take(good.nonzero().view(-1)), [(row, bad.get(row) or why) for row in rows]
 
@@ -144,7 +147,8 @@ def _numbers(part: Any, name: str, path: str, missing: float = 0.0) -> Tensor:
     import pyarrow as pa
 
     array = _array(part, name)
-    if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type) or pa.types.is_boolean(array.type)):
+    is_number = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null)
+    if not any(one(array.type) for one in is_number):
         raise ConfigError(f"{path}: column {name!r} must be a number, got {array.type}")
     array = array.cast(pa.float64(), safe=False)
     array = array.fill_null(missing) if array.null_count else array
@@ -156,7 +160,8 @@ def _column(array: Any, schema: Schema, name: str, lists: bool, where: str) -> C
     import pyarrow as pa
 
     lengths = None
-    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+    is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    if any(one(array.type) for one in is_list):
         if not (lists or schema.feature(name).listed):
             raise ConfigError(f"{where} holds {array.type}; set lists = true for features with several ids")
         import pyarrow.compute
@@ -182,7 +187,7 @@ def _column(array: Any, schema: Schema, name: str, lists: bool, where: str) -> C
     large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
     if not (large or pa.types.is_string(array.type) or pa.types.is_binary(array.type)):
         if pa.types.is_nested(array.type):
-            raise ConfigError(f"{where} holds {array.type}; set lists = true for features with several ids")
+            raise ConfigError(f"{where} must hold texts, numbers or lists of these, got {array.type}")
         array = array.cast(pa.string())
     _, offsets, data = array.buffers()
     values = np.frombuffer(offsets, np.int64 if large else np.int32) if offsets is not None else np.zeros(1, np.int32)

@@ -11,6 +11,7 @@ from shoal import _core
 from shoal.data.features import Feature, Number, definition, native_set, to_json
 from shoal.errors import ConfigError, did_you_mean
 from shoal.fid import MAX_SLOT_V2
+from shoal.table.arguments import MAX_TIME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +140,11 @@ class Schema:
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         plain["definitions"] = defined
         return cls(**plain)
+
+
+def wrong_time(name: str) -> str:
+    """The reason for a row whose time cannot be the stamp of a table's row."""
+    return f"its time {name!r} must be in seconds since 1970, 0..{MAX_TIME}"
 
 
 def no_column(name: str, columns: Sequence[str]) -> str:

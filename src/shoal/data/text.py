@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ class TextFormat:
             return []
         refuse_other_kinds(path, "lines of text")
         if self.columns is None:
-            self.parser(self.header(path)[0], path)  # report a missing column before the run begins
+            with contextlib.suppress(*DAMAGED):  # the cursor reports it, where bad rows are counted
+                self.parser(self.header(path)[0], path)  # report a missing column before the run begins
         if is_gzip(path) or self.quote or size <= self.part_bytes:
             return [Unit(path=path, size=size)]
         return [
@@ -84,17 +86,17 @@ class TextFormat:
             for begin in range(0, size, self.part_bytes)
         ]
 
-    def open(self, unit: Unit, state: Mapping[str, Any] | None, bad: OnBad) -> TextCursor:
-        columns = self.header(unit.path)[0] if self.columns is None else self.columns
+    def open(self, unit: Unit, state: Mapping[str, Any] | None, bad: OnBad) -> TextCursor | _WithoutHeader:
+        try:
+            columns = self.header(unit.path)[0] if self.columns is None else self.columns
+        except DAMAGED as error:
+            return _WithoutHeader(unit, bad, error)
         return TextCursor(self, self.parser(columns, unit.path), unit, state, bad)
 
     def header(self, path: str) -> tuple[list[str], int]:
-        """Return the names in a file's first line, and its length in bytes."""
+        """Return the names in a file's first line, and its length in bytes; raises `DAMAGED` if it cannot be read."""
         with open_error(path), open_bytes(path) as file:
-            try:
-                line = file.readline(self.max_line_bytes)
-            except DAMAGED:
-                line = b""
+            line = file.readline(self.max_line_bytes)
         if b"\0" in line:
             raise ConfigError(f"{path}: its first line is not text; check [data] format")
         text = line.decode("utf-8-sig", "replace").rstrip("\r\n")
@@ -131,6 +133,17 @@ class TextFormat:
 
     def _set(self) -> _core.FeatureSet:
         return self.schema.native(separator=self.separator)
+
+
+class _WithoutHeader(LineCursor):
+    """A file so damaged that not even its first line can be read."""
+
+    def __init__(self, unit: Unit, bad: OnBad, error: BaseException) -> None:
+        super().__init__(unit, bad)
+        self._report_damage(error)
+
+    def read(self, rows: int) -> Samples | None:
+        return None
 
 
 class TextCursor(LineCursor):
