@@ -3,75 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
-from shoal.data.schema import Schema
+from shoal.data.schema import CRITEO, Schema
 from shoal.data.source import Format
 from shoal.errors import ConfigError, did_you_mean
 
 
-def _criteo(schema: Schema, **options: Any) -> Format:
-    from shoal.data.schema import CRITEO
-    from shoal.data.text import TextFormat
+def _made_by(module: str, kind: str, **fixed: Any) -> Callable[..., Format]:
+    """A function that makes a format of `shoal.data`, whose module is imported on the first call."""
 
-    options.setdefault("delimiter", "\t")
-    return TextFormat(schema=schema, columns=[CRITEO.label, *CRITEO.dense, *CRITEO.sparse], **options)
+    def make(schema: Schema, **options: Any) -> Format:
+        return getattr(import_module(f"shoal.data.{module}"), kind)(schema=schema, **(fixed | options))
 
-
-def _csv(schema: Schema, **options: Any) -> Format:
-    from shoal.data.text import TextFormat
-
-    options.setdefault("quote", '"')
-    return TextFormat(schema=schema, **options)
+    return make
 
 
-def _tsv(schema: Schema, **options: Any) -> Format:
-    from shoal.data.text import TextFormat
-
-    options.setdefault("delimiter", "\t")
-    return TextFormat(schema=schema, **options)
-
-
-def _json(schema: Schema, **options: Any) -> Format:
-    from shoal.data.json_lines import JsonFormat
-
-    return JsonFormat(schema=schema, **options)
-
-
-def _parquet(schema: Schema, **options: Any) -> Format:
-    from shoal.data.parquet import ParquetFormat
-
-    return ParquetFormat(schema=schema, **options)
-
-
-def _tfrecord(schema: Schema, **options: Any) -> Format:
-    from shoal.data.tfrecord import TfExampleFormat
-
-    return TfExampleFormat(schema=schema, **options)
-
-
-def _example(schema: Schema, **options: Any) -> Format:
-    from shoal.data.examples import ExampleFormat
-
-    return ExampleFormat(schema=schema, **options)
-
-
-def _example_batch(schema: Schema, **options: Any) -> Format:
-    from shoal.data.examples import ExampleFormat
-
-    return ExampleFormat(schema=schema, batches=True, **options)
-
-
+_CRITEO_COLUMNS = [CRITEO.label, *CRITEO.dense, *CRITEO.sparse]
 _TEXT = frozenset({"columns", "delimiter", "quote", "separator", "max_line_bytes", "part_bytes", "threads"})
 FORMATS: dict[str, tuple[Callable[..., Format], frozenset[str]]] = {
-    "criteo": (_criteo, _TEXT - {"columns"}),
-    "csv": (_csv, _TEXT),
-    "tsv": (_tsv, _TEXT),
-    "json": (_json, frozenset({"lists", "part_bytes", "threads"})),
-    "parquet": (_parquet, frozenset({"lists"})),
-    "tfrecord": (_tfrecord, frozenset()),
-    "example": (_example, frozenset()),
-    "example_batch": (_example_batch, frozenset()),
+    "criteo": (_made_by("text", "TextFormat", delimiter="\t", columns=_CRITEO_COLUMNS), _TEXT - {"columns"}),
+    "csv": (_made_by("text", "TextFormat", quote='"'), _TEXT),
+    "tsv": (_made_by("text", "TextFormat", delimiter="\t"), _TEXT),
+    "json": (_made_by("json_lines", "JsonFormat"), frozenset({"lists", "part_bytes", "threads"})),
+    "parquet": (_made_by("parquet", "ParquetFormat"), frozenset({"lists"})),
+    "tfrecord": (_made_by("tfrecord", "TfExampleFormat"), frozenset()),
+    "example": (_made_by("examples", "ExampleFormat"), frozenset()),
+    "example_batch": (_made_by("examples", "ExampleFormat", batches=True), frozenset()),
 }
 """Name -> the function that makes the format, and the options that it takes."""
 FORMAT_OPTIONS = frozenset[str]().union(*(options for _, options in FORMATS.values()))

@@ -14,9 +14,9 @@ from shoal import _core
 from shoal.data.features import native_set
 from shoal.data.raw import INTEGER, NUMBER, READY, TEXT32, TEXT64, Column
 from shoal.data.samples import Samples, from_block
-from shoal.data.schema import Schema, no_column, wrong_time
-from shoal.data.source import BadRow, OnBad, Unit, file_size, open_error
-from shoal.errors import ConfigError, missing_extra
+from shoal.data.schema import Schema, wrong_time
+from shoal.data.source import BadRow, OnBad, Unit, check_columns, damaged_parquet, file_size, open_error, parquet_module
+from shoal.errors import ConfigError
 from shoal.table.arguments import MAX_TIME
 
 
@@ -42,16 +42,11 @@ class ParquetFormat:
             if raw.read(4) != b"PAR1":
                 raise ConfigError(f'data: {path} is not a Parquet file; set [data] format to its format, such as "csv"')
         try:
-            file = _parquet().ParquetFile(path)
-        except _damaged():
+            file = parquet_module().ParquetFile(path)
+        except damaged_parquet():
             return [Unit(path=path, begin=-1)]  # its cursor reports the error, where bad rows are counted
         with file:
-            names = file.schema_arrow.names
-            for name in self.columns():
-                if name not in names:
-                    raise ConfigError(f"{path}: {no_column(name, names)}")
-                if names.count(name) > 1:
-                    raise ConfigError(f"{path}: column names must be unique, got {name!r} {names.count(name)} times")
+            check_columns(path, self.columns(), file.schema_arrow.names)
             return [
                 Unit(path=path, begin=group, size=max(1, file.metadata.row_group(group).num_rows))
                 for group in range(file.num_row_groups)
@@ -73,11 +68,11 @@ class ParquetCursor:
         self._table: Any = None
         self._first = 0
         try:
-            with _parquet().ParquetFile(unit.path) as file:
+            with parquet_module().ParquetFile(unit.path) as file:
                 groups = range(max(unit.begin, 0))
                 self._first = sum(file.metadata.row_group(group).num_rows for group in groups)
                 self._table = file.read_row_group(max(unit.begin, 0), columns=form.columns())
-        except _damaged() as error:
+        except damaged_parquet() as error:
             why = f"the file is damaged ({str(error).strip().splitlines()[0]})"
             bad(BadRow(path=unit.path, why=why, line=self._first + 1, rest=True, noun="row"))
 
@@ -221,18 +216,3 @@ def _ints(array: Any) -> np.ndarray:
     array = array.cast(pa.int64(), safe=False)
     array = array.fill_null(0) if array.null_count else array
     return np.array(array.to_numpy(zero_copy_only=False), np.int64)
-
-
-def _damaged() -> tuple[type[BaseException], ...]:
-    """The exceptions that reading a broken file raises."""
-    import pyarrow as pa
-
-    return OSError, ValueError, pa.ArrowException
-
-
-def _parquet() -> Any:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise missing_extra("pyarrow", "train") from None
-    return parquet

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal import _core
 from shoal.data.features import Feature, Number, definition, native_set, to_json
-from shoal.errors import ConfigError, did_you_mean
+from shoal.errors import ConfigError
 from shoal.fid import MAX_SLOT_V2
 from shoal.table.arguments import MAX_TIME
 
@@ -145,12 +145,6 @@ class Schema:
 def wrong_time(name: str) -> str:
     """The reason for a row whose time cannot be the stamp of a table's row."""
     return f"its time {name!r} must be in seconds since 1970, 0..{MAX_TIME}"
-
-
-def no_column(name: str, columns: Sequence[str]) -> str:
-    """The message for a file without the column ``name``, listing the columns that it has."""
-    there = ", ".join(map(repr, columns[:50])) + (", …" if len(columns) > 50 else "")
-    return f"there is no column {name!r}{did_you_mean(name, columns)}; the columns are {there}"
 
 
 CRITEO = Schema(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, did_you_mean, missing_extra
 
 if TYPE_CHECKING:  # a process without tensors, such as `shoal join`, does not load torch
     from shoal.data.samples import Samples
@@ -201,6 +201,33 @@ def count_newlines(path: str, before: int) -> int:
             total += block.count(b"\n")
             before -= len(block)
     return total
+
+
+def check_columns(where: str, wanted: Iterable[str], there: Sequence[str]) -> None:
+    """Raise `ConfigError` unless each ``wanted`` column is ``there`` exactly once."""
+    for name in wanted:
+        if name not in there:
+            known = ", ".join(map(repr, there[:50])) + (", …" if len(there) > 50 else "")
+            raise ConfigError(
+                f"{where}: there is no column {name!r}{did_you_mean(name, there)}; the columns are {known}"
+            )
+        if there.count(name) > 1:
+            raise ConfigError(f"{where}: column names must be unique, got {name!r} {there.count(name)} times")
+
+
+def parquet_module() -> Any:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise missing_extra("pyarrow", "train") from None
+    return parquet
+
+
+def damaged_parquet() -> tuple[type[BaseException], ...]:
+    """The exceptions that reading a broken Parquet file raises."""
+    import pyarrow as pa
+
+    return OSError, ValueError, pa.ArrowException
 
 
 def file_size(path: str) -> int:

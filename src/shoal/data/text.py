@@ -10,12 +10,13 @@ from typing import Any
 
 from shoal import _core
 from shoal.data.samples import Samples, from_block
-from shoal.data.schema import Schema, no_column
+from shoal.data.schema import Schema
 from shoal.data.source import (
     DAMAGED,
     LineCursor,
     OnBad,
     Unit,
+    check_columns,
     file_size,
     is_gzip,
     open_bytes,
@@ -110,12 +111,7 @@ class TextFormat:
         """Make the native parser for lines with these columns."""
         schema = self.schema
         uses: dict[str, list[tuple[int, int]]] = {name: [] for name in schema.raw_columns()}
-        missing = [name for name in uses if name not in columns]
-        if missing:
-            raise ConfigError(f"{where}: {no_column(missing[0], columns)}")
-        twice = [name for name in uses if columns.count(name) > 1]
-        if twice:
-            raise ConfigError(f"{where}: column names must be unique, got {twice[0]!r} {columns.count(twice[0])} times")
+        check_columns(where, uses, columns)
         uses[schema.label].append((LABEL, 0))
         if schema.time:
             uses[schema.time].append((TIME, 0))

@@ -20,6 +20,7 @@ from shoal.comm.horovod.bps_bench import (
 )
 from shoal.comm.horovod.hooks import BroadcastGlobalVariablesHook, ByteCCLTelemetryHook, RunContext, SessionRunHook
 from shoal.comm.launch import device_utils, flags
+from shoal.comm.launch.device_utils import to_torch_device
 from shoal.comm.launch.flags import FLAGS
 from shoal.comm.launch.launch_env import LAUNCHER, env_int, is_mpi_mode, is_one, launcher_int, uses_gdr
 from shoal.comm.launch.session import GPUOptions, SessionConfig, apply_session_config
@@ -215,11 +216,6 @@ def get_device_str(force_on_cpu: bool = False) -> str:
     if FLAGS.num_ps > 0:
         return f"{device_utils.own_job(get_mpi_rank())}/device:{kind}:0"
     return ""
-
-
-def to_torch_device(s: str) -> torch.device:
-    """Convert a device string to a torch device: "" is the current default; job and task are ignored."""
-    return device_utils.to_torch_device(s)
 
 
 def get_sync_run_hooks(is_full_sync: bool = False) -> list[Any]:

@@ -90,7 +90,8 @@ def merge_devices(outer: str, inner: str) -> str:
 
 
 def to_torch_device(s: str) -> torch.device:
-    """``…/device:GPU:k`` is ``cuda:k``, ``…/device:CPU:k`` is ``cpu``; no device is the current default."""
+    """``…/device:GPU:k`` is ``cuda:k``, ``…/device:CPU:k`` is ``cpu``; no device is the current default. Job and task
+    are ignored."""
     device = parse_device(s).get("device", "")
     if not device:
         return torch.get_default_device()

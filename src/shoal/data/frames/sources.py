@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shoal.data.schema import no_column
+from shoal.data.source import check_columns
 from shoal.errors import ConfigError, missing_extra
 
 KINDS = (
@@ -40,26 +40,20 @@ def _is_splits(frame: Any) -> bool:
     return isinstance(frame, Mapping) and type(frame).__name__.endswith("DatasetDict") and len(frame) > 0
 
 
-def _check(name: str, columns: Sequence[str], known: Sequence[str]) -> None:
-    missing = [column for column in columns if column not in known]
-    if missing:
-        raise ConfigError(f"{name}: {no_column(missing[0], list(known))}")
-
-
 def _polars(frame: Any, name: str, columns: list[str]) -> Source:
     import polars
 
     if isinstance(frame, polars.LazyFrame):
-        _check(name, columns, frame.collect_schema().names())
+        check_columns(name, columns, frame.collect_schema().names())
         frame = frame.select(columns).collect()
-    _check(name, columns, frame.columns)
+    check_columns(name, columns, frame.columns)
     # Converted right away because Polars cannot be called in forked workers; most types are not copied.
     return _arrow(frame.select(columns).to_arrow(compat_level=polars.CompatLevel.oldest()), name, columns)
 
 
 def _pandas(frame: Any, name: str, columns: list[str]) -> Source:
     arrow = _pyarrow()
-    _check(name, columns, [str(column) for column in frame.columns])
+    check_columns(name, columns, [str(column) for column in frame.columns])
     frame = frame[columns]
 
     def part(begin: int, end: int) -> Any:
@@ -69,26 +63,26 @@ def _pandas(frame: Any, name: str, columns: list[str]) -> Source:
 
 
 def _arrow(table: Any, name: str, columns: list[str]) -> Source:
-    _check(name, columns, table.column_names)
+    check_columns(name, columns, table.column_names)
     table = table.select(columns)
     return Source(name, table.num_rows, 0, lambda begin, end: table.slice(begin, end - begin))
 
 
 def _dataset(dataset: Any, name: str, columns: list[str]) -> Source:
-    _check(name, columns, dataset.column_names)
+    check_columns(name, columns, dataset.column_names)
     dataset = dataset.select_columns(columns).with_format("arrow")
     return Source(name, len(dataset), 0, lambda begin, end: dataset[begin:end])
 
 
 def _iterable_dataset(dataset: Any, name: str, columns: list[str]) -> Source:
     if dataset.column_names is not None:  # otherwise the columns are checked when rows arrive
-        _check(name, columns, dataset.column_names)
+        check_columns(name, columns, dataset.column_names)
     dataset, shards = dataset.with_format("arrow"), dataset.num_shards
 
     def tables(shard: int, skip: int) -> Iterator[Any]:
         mine = dataset.shard(num_shards=shards, index=shard)
         for table in (mine.skip(skip) if skip else mine).iter(batch_size=_ITERATED_ROWS):
-            _check(name, columns, table.column_names)
+            check_columns(name, columns, table.column_names)
             yield table.select(columns)
 
     return Source(name, None, shards, tables)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.data.live.protocol import Damaged
-from shoal.errors import missing_extra
+from shoal.data.source import check_columns, damaged_parquet, parquet_module
+from shoal.errors import ConfigError
 
 REST_ROW = 1 << 62
 """The end position of a file that cannot be read."""
@@ -77,7 +78,7 @@ class ParquetPart:
             if skip < rows:
                 try:
                     table = self._file.read_row_group(self._group - 1, columns=self._columns)
-                except _broken() as error:
+                except damaged_parquet() as error:
                     self._give_up(f"the file is damaged ({_first_line(error)}); its rest is skipped")
                     return True
                 self._ready = table.slice(max(0, skip))
@@ -89,12 +90,13 @@ class ParquetPart:
         if not _looks_complete(self._path):
             return False
         try:
-            self._file = _parquet().ParquetFile(self._path)
-        except _broken():
+            self._file = parquet_module().ParquetFile(self._path)
+        except damaged_parquet():
             return False  # still being written, or damaged: `finish` decides
-        names = self._file.schema_arrow.names
-        if missing := [name for name in self._columns if name not in names]:
-            self._give_up(f"the file has no column {missing[0]!r}; it has {', '.join(names)}")
+        try:
+            check_columns("the file cannot be used", self._columns, self._file.schema_arrow.names)
+        except ConfigError as error:
+            self._give_up(str(error))
             return False
         return True
 
@@ -143,17 +145,3 @@ def _looks_complete(path: str) -> bool:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _broken() -> tuple[type[BaseException], ...]:
-    import pyarrow as pa
-
-    return OSError, ValueError, pa.ArrowException
-
-
-def _parquet() -> Any:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise missing_extra("pyarrow", "train") from None
-    return parquet
