@@ -100,6 +100,16 @@ def test_what_is_no_parquet_file_when_the_next_one_is_there_is_told_once(tmp_pat
     late.close()
 
 
+def test_a_parquet_file_with_two_columns_of_one_name_is_told_and_skipped(tmp_path):
+    write_parquet(tmp_path / "a.parquet", 0, 2, age=["again"] * 2)
+    write_parquet(tmp_path / "b.parquet", 2, 5)
+    reader = parquet_reader(tmp_path)
+    (chunk,) = reader.poll(10, 5.0)
+    assert "column names must be unique, got 'age' 2 times" in chunk.damaged
+    assert decoded(take(reader, 3)[0]) == rows(2, 5)
+    reader.close()
+
+
 def test_frames_of_a_file_that_grows_and_resume_at_any_record(tmp_path):
     write_records(tmp_path / "a.tfrecord", 0, 5)
     reader = record_reader(tmp_path)
