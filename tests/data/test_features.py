@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -246,6 +247,7 @@ def test_a_definition_is_read_from_a_section(tmp_path):
         ({"max_length": 3}, "only for lists"),
         ({"separator": "ab"}, "one ASCII character"),
         ({"slot": 40000}, "slot must be"),
+        ({"kind": "id", "default": 2**64}, "must be a 64-bit integer"),
     ],
 )
 def test_definitions_that_make_no_sense_are_refused_with_their_section(values, match):
@@ -273,8 +275,13 @@ def test_raw_values_that_do_not_fit_are_named():
         make_inputs(schema, {"aeg": [1]})
     with pytest.raises(ConfigError, match="one value or list per sample"):
         make_inputs(schema, {"age": [1], "x": [1.0, 2.0]})
-    with pytest.raises(ConfigError, match="must be a list"):
-        make_inputs(schema, {"age": 3})
+    for wrong in (3, torch.tensor(3), np.array(3)):
+        with pytest.raises(ConfigError, match="must be a list"):
+            make_inputs(schema, {"age": wrong})
+    for slot in ("1", True, 1.0):
+        with pytest.raises(ConfigError, match="slot must be"):
+            Feature(slot=slot)
+    assert make_inputs(schema, {"x": torch.tensor([1.5], dtype=torch.bfloat16)}).dense.tolist() == [[1.5]]
     with pytest.raises(ConfigError, match="finite"):
         make_inputs(schema, {"age": [1], "x": [math.inf]})
     with pytest.raises(ConfigError, match="sample 0: feature 'age' must have one value, got 2"):

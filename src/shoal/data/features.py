@@ -80,8 +80,8 @@ class Feature:
             raise ConfigError(f"feature: a cross must combine at least two features, got only {self.of[0]!r}")
         if self.kind == "cross" and (self.column or self.separator or self.list or self.default is not None):
             raise ConfigError("feature: a cross must not have a column, list, separator or default")
-        if self.slot is not None and not 0 <= self.slot <= MAX_SLOT_V2:
-            raise ConfigError(f"feature: slot must be 0..{MAX_SLOT_V2}, got {self.slot}")
+        if self.slot is not None and not (type(self.slot) is int and 0 <= self.slot <= MAX_SLOT_V2):
+            raise ConfigError(f"feature: slot must be 0..{MAX_SLOT_V2}, got {self.slot!r}")
         if self.kind == "vocabulary" and self.unknown == "drop" and not self.listed:
             raise ConfigError("feature: unknown = 'drop' needs a list; other features always have one id")
         if self.default is not None:
@@ -91,8 +91,8 @@ class Feature:
         number = isinstance(self.default, int | float) and not isinstance(self.default, bool)
         if self.kind in ("bucket", "log") and not (number and math.isfinite(self.default)):  # pyrefly: ignore
             raise ConfigError(f"feature: the default of kind = {self.kind!r} must be a number, got {self.default!r}")
-        if self.kind == "id" and not isinstance(self.default, int):
-            raise ConfigError(f"feature: the default of kind = 'id' must be an integer, got {self.default!r}")
+        if self.kind == "id" and not (isinstance(self.default, int) and -(1 << 63) <= self.default < 1 << 64):
+            raise ConfigError(f"feature: the default of kind = 'id' must be a 64-bit integer, got {self.default!r}")
 
     @property
     def listed(self) -> bool:

@@ -120,7 +120,7 @@ class InputMaker:
                 raise ConfigError(
                     f"there is no feature {name!r}{did_you_mean(name, self.names)}; there are {sorted(self.names)}"
                 )
-            if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
+            if isinstance(values, str | bytes) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
                 raise ConfigError(f"feature {name!r}: its values must be a list with one per sample, got {values!r}")
             columns[name] = values
         sizes = {name: len(values) for name, values in columns.items()}
@@ -206,7 +206,7 @@ def _numbers(values: Any, n: int, name: str, default: float) -> Tensor:
         return torch.full((n,), default, device="cpu")
     try:
         if isinstance(values, Tensor):
-            values = values.detach().cpu().numpy()
+            values = values.detach().cpu().double().numpy()  # numpy has no bfloat16
         elif not isinstance(values, np.ndarray):
             values = [np.nan if value is None else value for value in values]
         with np.errstate(invalid="ignore"):  # a NaN of any bits is a missing value
