@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,15 +77,11 @@ class Backend(Ranks):
         return self._start("all_reduce", tensor, lambda: collectives.all_reduce(tensor, op, self.key, later=True))
 
     def start_gather(self, everyone: Tensor, mine: Tensor) -> Running:
-        def begin() -> Any:
-            return collectives.all_gather_single(everyone, mine, group=self.key, async_op=True)
-
+        begin = partial(collectives.all_gather_single, everyone, mine, group=self.key, async_op=True)
         return self._start("all_gather", mine, begin)
 
     def start_scatter(self, share: Tensor, flat: Tensor) -> Running:
-        def begin() -> Any:
-            return collectives.reduce_scatter_single(share, flat, group=self.key, async_op=True)
-
+        begin = partial(collectives.reduce_scatter_single, share, flat, group=self.key, async_op=True)
         return self._start("reduce_scatter", flat, begin)
 
     def start_broadcast(self, tensor: Tensor, root: int) -> Running:
