@@ -137,6 +137,11 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch):
     [
         (["serve", "--port", "x"], "--port: must be a whole number, got 'x'"),
         (["demo", "--seconds", "x"], "--seconds: must be a number, got 'x'"),
+        (["serve", ".", "--workers", "0"], "--workers must be at least 1, got 0"),
+        (["serve", ".", "--poll-seconds", "-1"], "--poll-seconds must be at least 0, got -1.0"),
+        (["up", "statsu", "online.toml"], "there is no verb 'statsu' (did you mean 'status'?)"),
+        (["ps", "kegen"], "there is no verb 'kegen' (did you mean 'keygen'?)"),
+        (["ps", "restore", "--archive", "dir:a", "--dir", "b"], "--archive must be s3://…, gs://…, az://… or file:///"),
         (["launch", "--nnodes", "x", "-m", "shoal"], "argument --nnodes: must be N or MIN:MAX, got 'x'"),
         (["monitor", "--write", "FILE"], "--write must be a folder, got the file FILE"),
         (["sync", "--source", "x", "--model", "m", "--target", "127.0.0.1:1"], "an address must be host:port"),

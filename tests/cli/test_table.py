@@ -128,7 +128,13 @@ def test_rows_one_by_one(tmp_path, capsys):
     assert run(capsys, "get", tmp_path / "item", -5)[0]["time"] == NOW + 9
     assert run(capsys, "get", tmp_path / "item", 1 << 63)[0]["id"] == -(1 << 63)  # the id as an unsigned number
     assert main(["table", "get", str(tmp_path / "item"), "7919"]) == 0
-    assert "segment 0, adagrad: norm" in capsys.readouterr().out
+    norm = dump.opt.dump[0].adagrad.norm[0]
+    assert f"segment 0, adagrad: norm {norm:.4g} " in capsys.readouterr().out
+    small = shoal.HashTable(dim=1, optimizer=shoal.Adagrad(lr=0.1), name="small")
+    small.apply_gradients(torch.tensor([1]), torch.tensor([[0.001]]))
+    small.save(tmp_path / "small")
+    assert main(["table", "get", str(tmp_path / "small"), "1"]) == 0
+    assert "adagrad: norm 1e-06" in capsys.readouterr().out
 
 
 def test_ls_filters_and_counts(tmp_path, capsys):

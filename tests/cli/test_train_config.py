@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.cli.main import main
 from shoal.errors import ConfigError
+from shoal.train.loop.config import OutConfig
 from shoal.trainer import Metrics, exact_auc, load_config
 
 MINIMAL = '[data]\ntrain = ["a.tsv"]\n'
@@ -182,3 +183,9 @@ def test_metrics_of_nothing_are_nan():
     empty = Metrics()
     empty.load(Metrics().state())
     assert empty.rows == 0
+
+
+def test_a_page_on_a_network_names_the_settings_that_it_needs():
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0:9.*set \[out\] metrics_tls_cert.*or metrics_insecure = true"):
+        OutConfig(metrics="0.0.0.0:9").security()
+    OutConfig(metrics="0.0.0.0:9", metrics_insecure=True).security()

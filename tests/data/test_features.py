@@ -235,6 +235,8 @@ def test_a_definition_is_read_from_a_section(tmp_path):
     ("values", "match"),
     [
         ({"kind": "txt"}, "did you mean 'text'"),
+        ({"kind": "nmber"}, "kind must be one of text, id, .*, cross, number, got 'nmber' .did you mean 'number'"),
+        ({"fil": "words.txt"}, "has no setting 'fil' .did you mean 'file'"),
         ({"boundries": [1]}, "did you mean 'boundaries'"),
         ({"kind": "bucket"}, "boundaries must be given"),
         ({"kind": "bucket", "boundaries": [2, 1]}, "must be finite numbers in ascending order"),

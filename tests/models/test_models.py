@@ -49,6 +49,7 @@ def test_models_do_without_numbers(name):
         ("wide", {}, "name must be one of deepfm, dlrm, dcn, two_tower or package.module:Class, got 'wide'"),
         ("no_such_package.x:Y", {}, "there is no module 'no_such_package'"),
         ("torch.nn:NoSuch", {}, "module 'torch.nn' has no 'NoSuch'"),
+        ("torch:nn", {}, "model 'torch:nn' must name a class or a function, got a module"),
         ("shoal.models.mlp:Mlp", {}, "missing a required argument"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shoal.cli.serve import Options, models_of
+from shoal.errors import ConfigError
 from shoal.serving import (
     ExportMode,
     Feature,
@@ -117,6 +118,10 @@ def test_every_prediction_is_of_one_version_while_versions_switch(serve, tmp_pat
 def test_shoal_serve_follows_exports_with_all_sub_graphs(serve, tmp_path):  # noqa: F811
     export_version(tmp_path, 1)
     config, _, bindings = models_of(Options(model_dir=Path(tmp_path)))
+    alone = Path(config.model_config_list.config[1].base_path)
+    assert models_of(Options(model_dir=alone, sub_graph=("ps_0",)))[2][0][1] == "ps_0"
+    with pytest.raises(ConfigError, match=r"one model without sub-graphs \['entry'\]; leave --sub-graph out"):
+        models_of(Options(model_dir=alone, sub_graph=("entry",)))
     assert [sub for _, sub, _ in bindings] == ["entry", "ps_0", "ps_1"]
     server, client = serve(config, poll=0.05)
     route_to(server)

@@ -6,6 +6,7 @@ import uuid
 
 import pytest
 
+from shoal.errors import ConfigError, DeadlineError
 from shoal.serving import DirectoryClient, DirectoryRegistry, FakeKazooClient, KazooRegistry, open_registry
 from shoal.serving.cluster.registry import registry_of
 from shoal.serving.cluster.zookeeper import ConnectionClosedError, NotEmptyError
@@ -320,6 +321,20 @@ def test_the_address_chooses_the_registry(tmp_path):
     assert isinstance(open_registry(f"dir:{tmp_path}"), DirectoryRegistry)
     assert type(open_registry("127.0.0.1:1").client).__name__ == "KazooClient"
     assert DirectoryClient is DirectoryRegistry
+
+
+@pytest.mark.parametrize("address", ["dir:", "dir://", "host:port", "zk://host:port"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(ConfigError, match=r"a registry .*must be dir:PATH"):
+        open_registry(address)
+
+
+def test_a_zookeeper_that_does_not_answer_is_named(monkeypatch):
+    registry = open_registry("127.0.0.1:1")
+    start = registry.client.start
+    monkeypatch.setattr(registry.client, "start", lambda: start(timeout=0.2))
+    with pytest.raises(DeadlineError, match=r"no ZooKeeper server answered at 127\.0\.0\.1:1; is it running"):
+        registry.start()
 
 
 def test_a_registry_of_the_users_own_is_taken_as_it_is():

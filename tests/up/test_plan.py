@@ -98,6 +98,7 @@ def test_paths_are_those_of_the_file(written, tmp_path, monkeypatch):
         ("[serve]\nregistry = ''\n", "must not have an empty registry"),
         ("[replicas]\ncount = 9\nrest_port = 65530\n", "must be at most 65535"),
         ("[up]\nstart_s = 0\n", "start_s must be at least 1, got 0"),
+        ("[replica]\ncount = 2\n", r"there is no section \[replica\] \(did you mean 'replicas'\?\)"),
     ],
 )
 def test_wrong_files_are_refused_before_anything_starts(written, tmp_path, more, why, capsys):
@@ -131,6 +132,13 @@ def test_files_that_are_no_file(written, tmp_path):
     (tmp_path / "y.toml").write_text("")
     with pytest.raises(ConfigError, match=r"must have train = "):
         check(load_online("y.toml"))
+
+
+def test_every_section_of_a_training_run_is_known(written):
+    names = ("data", "features", "table", "model", "train", "eval", "out", "serve", "join", "trainers", "registry")
+    written("".join(f"[{name}]\n" for name in names if name not in ("data", "features")))
+    with pytest.raises(ConfigError, match=f"sections are {', '.join(['data', *names[2:8], 'features'])}$"):
+        load_config(None, {"tables.dim": 2})
 
 
 def test_a_dry_run_prints_the_commands_and_leaves_nothing(written, tmp_path, capsys):

@@ -25,6 +25,7 @@ Example, with the status page at http://127.0.0.1:8501/:
 
 
 RELOAD_SECS = 60.0
+_AT_LEAST = {"wait_s": 0, "poll_seconds": 0, "max_message_mib": 1, "workers": 1, "threads": 0, "drain_seconds": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,9 @@ def _serve(options: Options, observed: dict[str, Any]) -> int:
 
     if (options.model_dir is None) == (options.config is None):
         raise UsageError("exactly one of MODEL_DIR and --config must be given")
+    for name, least in _AT_LEAST.items():
+        if not getattr(options, name) >= least:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
     tune_server_process()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -271,6 +275,8 @@ def models_of(options: Options) -> tuple[Any, dict[str, str], list[tuple[str, st
     base = _export_base(options.model_dir)
     version = newest_version(base)
     if version is not None:  # a standalone export
+        if unknown := set(options.sub_graph) - {"ps_0"}:
+            raise ConfigError(f"{base} is one model without sub-graphs {sorted(unknown)}; leave --sub-graph out")
         name = options.name or Manifest.read(base / str(version)).model_name
         config.model_config_list.config.append(gen_model_config(name, str(base)))
         aliases[f"{name}:ps_0"] = aliases["ps_0"] = name

@@ -192,7 +192,9 @@ def get(options: Get) -> int:
 def _state(values: dict[str, Any]) -> str:
     parts = []
     for name, value in values.items():
-        text = _vector(value, 8).strip() if isinstance(value, list) else f"{value}"
+        text = (
+            " ".join(f"{x:.4g}" for x in value[:8]) + " …" * (len(value) > 8) if isinstance(value, list) else f"{value}"
+        )
         parts.append(f"{name} {text}")
     return ", ".join(parts) or "no state"
 

@@ -105,7 +105,7 @@ class Feature:
         values = dict(values)
         if "file" in values:
             values["words"] = read_words(values.pop("file"), name)
-        return _from_toml(cls, f"[features.{name}]", values)
+        return _from_toml(cls, f"[features.{name}]", values, "file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +141,13 @@ class Number:
 def definition(name: str, values: Mapping[str, Any]) -> Feature | Number:
     """Build the feature or number that a ``[features.NAME]`` section, or its JSON in a checkpoint, defines."""
     values = dict(values)
-    if values.get("kind") == "number":
+    kind, kinds = values.get("kind"), (*KINDS, "number")
+    if kind == "number":
         del values["kind"]
         return Number.from_toml(name, values)
+    if isinstance(kind, str) and kind not in kinds:
+        hint = did_you_mean(kind, kinds)
+        raise ConfigError(f"[features.{name}]: kind must be one of {', '.join(kinds)}, got {kind!r}{hint}")
     return Feature.from_toml(name, values)
 
 
@@ -155,8 +159,8 @@ def to_json(value: Feature | Number) -> dict[str, Any]:
     return {"kind": "number", **given} if isinstance(value, Number) else given
 
 
-def _from_toml(cls: Any, where: str, values: Mapping[str, Any]) -> Any:
-    known = {field.name for field in fields(cls)}
+def _from_toml(cls: Any, where: str, values: Mapping[str, Any], *more: str) -> Any:
+    known = {*more, *(field.name for field in fields(cls))}
     for name in values:
         if name not in known:
             raise ConfigError(

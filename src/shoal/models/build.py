@@ -54,7 +54,10 @@ def build_model(name: str, inputs: Inputs, options: Mapping[str, Any] | None = N
 def find_model(name: str) -> Any:
     """The class or function that makes the model."""
     forms = f"one of {', '.join(MODELS)} or package.module:Class"
-    return find_object(MODELS.get(name, name), f"model {name!r}:", forms, did_you_mean(name, MODELS))
+    found = find_object(MODELS.get(name, name), f"model {name!r}:", forms, did_you_mean(name, MODELS))
+    if not callable(found):
+        raise ConfigError(f"model {name!r} must name a class or a function, got a {type(found).__name__}")
+    return found
 
 
 def find_object(path: str, where: str, forms: str = "package.module:Name", hint: str = "") -> Any:

@@ -34,14 +34,22 @@ class ServerSecurity:
     def authenticates(self) -> bool:
         return bool(self.tokens) or self.client_ca is not None
 
-    def check_bind(self, address: str) -> None:
-        """Raise unless ``host:port`` is loopback, TLS and identities are both set, or it is explicitly allowed."""
+    def check_bind(
+        self,
+        address: str,
+        options: str = "--tls-cert, --tls-key, and --tokens or --tls-client-ca, or --allow-insecure "
+        "(allow_insecure=True)",
+    ) -> None:
+        """Raise unless ``host:port`` is loopback, TLS and identities are both set, or it is explicitly allowed.
+
+        Args:
+            options: for the message, how the user can set them.
+        """
         if self.allow_insecure or is_loopback(address) or (self.certificate is not None and self.authenticates):
             return
         raise ConfigError(
-            f"refusing to listen on {address}: beyond loopback a server must have TLS (certificate, key: --tls-cert, "
-            "--tls-key) and tokens or a client CA (--tokens, --tls-client-ca); set them, listen on 127.0.0.1, or pass "
-            "allow_insecure=True (--allow-insecure)"
+            f"refusing to listen on {address}: beyond loopback a server must have TLS (a certificate and its key) and "
+            f"tokens or a client CA; set {options}, or listen on 127.0.0.1"
         )
 
     def identify(self, bearer: str, common_name: str = "") -> str | None:

@@ -109,6 +109,8 @@ class Up:
 _SECTIONS: dict[str, type] = {
     "servers": Servers, "replicas": Replicas, "registry": Registry, "trainers": Trainers, "up": Up
 }  # fmt: skip
+_OTHERS = ("data", "features", "table", "model", "train", "eval", "out", "serve", "join")
+"""The sections of `shoal train` and `shoal join`, which check their settings themselves."""
 _AT_LEAST = {
     "count": 0, "rest_port": 0, "port": 0, "wait_s": 0, "ranks": 1, "start_s": 1, "stop_s": 0, "max_restarts": 0,
     "stable_s": 0, "backoff_s": 0, "max_backoff_s": 0, "log_bytes": 1024, "log_files": 0, "threads": 1, "cpus": 0,
@@ -189,7 +191,8 @@ def load_online(file: str | Path) -> Online:
     """Read a file. `shoal train` itself checks the sections of the training run.
 
     Raises:
-        ConfigError: the file cannot be read, or a section for the other processes has an unknown or invalid setting.
+        ConfigError: the file cannot be read, a section is unknown, or a section for the other processes has an unknown
+            or invalid setting.
     """
     path = os.fspath(file)
     try:
@@ -199,6 +202,10 @@ def load_online(file: str | Path) -> Online:
         raise ConfigError(f"cannot read the configuration {path!r} ({error.strerror or error})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a TOML file: {error}") from None
+    sections = (*_OTHERS, *_SECTIONS)
+    if unknown := sorted(set(content) - set(sections)):
+        hint = did_you_mean(unknown[0], sections)
+        raise ConfigError(f"{path}: there is no section [{unknown[0]}]{hint}; sections are {', '.join(sections)}")
     made = {name: _section(kind, content.get(name, {}), name, path) for name, kind in _SECTIONS.items()}
     if "servers" not in content or made["servers"].count == 0:
         made["servers"] = None

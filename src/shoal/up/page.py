@@ -46,6 +46,7 @@ def open_page(supervisor: Supervisor, online: Online) -> HttpPort | None:
         certificate=certificate, key=key, client_ca=client_ca, allow_insecure=rules.insecure,
         tokens=token_file(tokens) if tokens is not None else {},
     )  # fmt: skip
+    security.check_bind(rules.page, "[up] tls_cert, tls_key, and tokens or tls_client_ca, or insecure = true")
     return SystemPort(rules.page, System(supervisor, online), security, SystemHandler).start()
 
 

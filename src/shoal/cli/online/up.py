@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.cli.shared.arguments import Verbs, parse, run_verb
+from shoal.cli.shared.arguments import Verbs, names_verb, parse, run_verb
 from shoal.cli.shared.console import print_json, print_table
 from shoal.cli.shared.stopping import stop_event
 from shoal.errors import ConfigError, DeadlineError, UsageError
@@ -158,7 +158,7 @@ def main(argv: list[str]) -> int:
         "logs": (Logs, logs, ("config", "name")),
         "restart": (Restart, restart, ("config", "name")),
     }
-    if argv[:1] and argv[0] in verbs:
+    if names_verb(argv, verbs):
         return run_verb("up", "", verbs, argv)
     return up(parse(Start, argv, "up", ABOUT, positional="config"))
 

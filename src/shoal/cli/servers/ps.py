@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.servers.serving import Serve, serve
-from shoal.cli.shared.arguments import Verbs, parse, run_verb
+from shoal.cli.shared.arguments import Verbs, names_verb, parse, run_verb
 from shoal.errors import UsageError
 
 EXAMPLES = """examples:
@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
         "restore": (Restore, restore, ()),
         "status": (Status, status, ("addresses",)),
     }
-    if argv[:1] and argv[0] in verbs:
+    if names_verb(argv, verbs):
         return run_verb("ps", "", verbs, argv)
     argv = ["--allow-insecure" if word == "--insecure" else word for word in argv]  # its old name
     return serve(parse(Serve, argv, "ps", f"{Serve.__doc__}\n\n{EXAMPLES}"))

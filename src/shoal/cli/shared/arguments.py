@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import os
 import re
 import sys
 import types
@@ -182,6 +183,12 @@ def merge_lists(argv: list[str], flags: set[str]) -> list[str]:
         out.insert(at, word)
         ends = {name: end + (end >= at) for name, end in ends.items()}
     return out
+
+
+def names_verb(argv: list[str], verbs: Verbs) -> bool:
+    """Whether the first word is a verb, or a misspelled one rather than a flag or a file."""
+    word = argv[0] if argv else ""
+    return word in verbs or ("." not in word and not os.path.exists(word) and bool(did_you_mean(word, verbs)))
 
 
 def run_verb(prog: str, about: str, verbs: Verbs, argv: list[str], repeated: tuple[str, ...] = ()) -> int:

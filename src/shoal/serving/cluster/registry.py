@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from shoal.errors import missing_extra
+from shoal.errors import ConfigError, missing_extra
 from shoal.serving.cluster.directory import DirectoryRegistry
 from shoal.serving.cluster.zookeeper import KazooRegistry
 
@@ -64,8 +64,11 @@ def open_registry(servers: str | None, default: str = "127.0.0.1:2181", *, sessi
 
     ``ZK_AUTH=user:password`` in the environment enables digest authentication; it is never logged.
     """
-    if servers and (servers.startswith("dir:") or os.path.isdir(servers)):
-        return DirectoryRegistry(servers.removeprefix("dir:").removeprefix("//"), session_timeout)
+    if servers and is_directory_address(servers):
+        folder = servers.removeprefix("dir:").removeprefix("//")
+        if not folder:
+            raise ConfigError(f"a registry in a directory must be dir:PATH, got {servers!r}")
+        return DirectoryRegistry(folder, session_timeout)
     servers = servers.removeprefix("zk://") if servers else servers
     try:
         from kazoo.client import KazooClient
@@ -75,13 +78,21 @@ def open_registry(servers: str | None, default: str = "127.0.0.1:2181", *, sessi
     # By default, kazoo's pause between attempts grows up to an hour, so a returning server would go unnoticed.
     again = {"max_tries": -1, "delay": 0.1, "backoff": 2, "max_delay": RECONNECT_SECS}
     auth_data = [("digest", auth)] if auth else None
-    client = KazooClient(servers or default, session_timeout, auth_data=auth_data, connection_retry=again)
+    try:
+        client = KazooClient(servers or default, session_timeout, auth_data=auth_data, connection_retry=again)
+    except ValueError:
+        raise ConfigError(f"a registry must be dir:PATH or zk://HOST:PORT,..., got {servers!r}") from None
     return KazooRegistry(client)
 
 
 def is_registry_address(text: str) -> bool:
     """Whether a string is a registry's address rather than a server's ``host:port``."""
-    return text.startswith(("dir:", "zk://")) or os.path.isdir(text)
+    return text.startswith("zk://") or is_directory_address(text)
+
+
+def is_directory_address(text: str) -> bool:
+    """Whether a registry's address is a directory's."""
+    return text.startswith("dir:") or os.path.isdir(text)
 
 
 def registry_of(client: Any) -> Registry:

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from shoal.errors import DeadlineError
+
 try:
     from kazoo.exceptions import (
         BadVersionError,
@@ -16,6 +18,7 @@ try:
         NoNodeError,
         NotEmptyError,
     )
+    from kazoo.handlers.threading import KazooTimeoutError
     from kazoo.protocol.states import EventType, KazooState, WatchedEvent
 except ImportError:
 
@@ -36,6 +39,9 @@ except ImportError:
 
     class ConnectionClosedError(KazooException):  # type: ignore[no-redef]
         """The client is not started."""
+
+    class KazooTimeoutError(Exception):  # type: ignore[no-redef]
+        """No server answered."""
 
     class KazooState:  # type: ignore[no-redef]
         SUSPENDED = "SUSPENDED"
@@ -68,7 +74,11 @@ class KazooRegistry:
             self._own.clear()
 
     def start(self) -> None:
-        self.client.start()
+        try:
+            self.client.start()
+        except KazooTimeoutError:
+            hosts = ",".join(f"{host}:{port}" for host, port in self.client.hosts)
+            raise DeadlineError(f"no ZooKeeper server answered at {hosts}; is it running? Or pass dir:PATH") from None
 
     def stop(self) -> None:
         self.client.stop()

@@ -337,9 +337,13 @@ class OutConfig:
         names = (self.metrics_tls_cert, self.metrics_tls_key, self.metrics_tls_client_ca)
         certificate, key, ca = (Path(each) if each is not None else None for each in names)
         tokens = token_file(Path(self.metrics_tokens)) if self.metrics_tokens is not None else {}
-        return ServerSecurity(
+        security = ServerSecurity(
             certificate=certificate, key=key, client_ca=ca, tokens=tokens, allow_insecure=self.metrics_insecure
         )
+        if self.page is not None:
+            names = "metrics_tls_cert, metrics_tls_key, and metrics_tokens or metrics_tls_client_ca"
+            security.check_bind(self.page, f"[out] {names}, or metrics_insecure = true")
+        return security
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ def _config(content: Mapping[str, Any], where: str) -> Config:
     unknown = sorted(set(content) - set(_SECTIONS))
     if unknown:
         known = [*_SECTIONS, "features"]
-        hint = did_you_mean(unknown[0], known)
+        hint = did_you_mean(unknown[0], (*known, *ONLINE_SECTIONS))
         raise ConfigError(f"{where}: there is no section [{unknown[0]}]{hint}; sections are {', '.join(known)}")
     if "data" not in content:
         raise ConfigError(f'{where}: section [data] is missing; add it, with train = ["FILE", …]')
