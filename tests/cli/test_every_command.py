@@ -141,6 +141,8 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch):
         (["serve", ".", "--poll-seconds", "-1"], "--poll-seconds must be at least 0, got -1.0"),
         (["up", "statsu", "online.toml"], "there is no verb 'statsu' (did you mean 'status'?)"),
         (["ps", "kegen"], "there is no verb 'kegen' (did you mean 'keygen'?)"),
+        (["ps", "--shard", "5", "--of", "2"], "a shard's index must be 0..1 of 2, got 5"),
+        (["up", "status.toml"], "cannot read the configuration 'status.toml'"),
         (["ps", "restore", "--archive", "dir:a", "--dir", "b"], "--archive must be s3://…, gs://…, az://… or file:///"),
         (["launch", "--nnodes", "x", "-m", "shoal"], "argument --nnodes: must be N or MIN:MAX, got 'x'"),
         (["monitor", "--write", "FILE"], "--write must be a folder, got the file FILE"),

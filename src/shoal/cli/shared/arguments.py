@@ -188,7 +188,8 @@ def merge_lists(argv: list[str], flags: set[str]) -> list[str]:
 def names_verb(argv: list[str], verbs: Verbs) -> bool:
     """Whether the first word is a verb, or a misspelled one rather than a flag or a file."""
     word = argv[0] if argv else ""
-    return word in verbs or ("." not in word and not os.path.exists(word) and bool(did_you_mean(word, verbs)))
+    misspelled = word.isalpha() and not os.path.exists(word) and did_you_mean(word, verbs) != ""
+    return word in verbs or misspelled
 
 
 def run_verb(prog: str, about: str, verbs: Verbs, argv: list[str], repeated: tuple[str, ...] = ()) -> int:
