@@ -9,6 +9,7 @@ from shoal.up.decide import (
     asked,
     backoff_s,
     blocked,
+    exit_code,
     exited,
     how_it_ended,
     next_actions,
@@ -91,6 +92,14 @@ def test_what_an_exit_code_means(one, code, phase, reason):
     state = exited(RULES, one, State(phase=Phase.READY, since=1.0), code, 2.0)
     assert state.phase == phase
     assert reason in state.reason
+
+
+def test_the_exit_code_of_a_system_tells_a_wrong_configuration_from_other_failures():
+    tired = State(phase=Phase.STARTING, failures=RULES.max_restarts)
+    crashed, wrong = (exited(RULES, SERVER, tired, code, 1.0) for code in (255, 2))
+    assert exit_code([State(phase=Phase.STOPPED), State(phase=Phase.DONE)]) == 0
+    assert exit_code([State(phase=Phase.STOPPED), crashed]) == exit_code([exited(RULES, SERVER, tired, 20, 1.0)]) == 1
+    assert exit_code([crashed, wrong]) == 2
 
 
 def test_signals_that_have_no_name_are_numbers():

@@ -61,7 +61,7 @@ def held(folder: str, name: str, reason: str, *, timeout_s: float = 180.0) -> It
         wait_for(folder, name, lambda row: row["pid"] is None and row["phase"] == "held", "stopped", timeout_s)
         yield
     finally:
-        ask(folder, {"do": "release", "name": name, "reason": f"{reason}: done"})
+        ask(folder, {"do": "release", "name": name, "reason": reason})
     wait_for(folder, name, lambda row: row["phase"] in ("ready", "done"), "ready", timeout_s)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
@@ -92,7 +92,9 @@ def exited(rules: Up, process: Process, state: State, code: int, now: float) -> 
     if state.phase == Phase.STOPPING:
         after = {"stop": Phase.STOPPED, "start": Phase.WAITING, "hold": Phase.HELD}[state.then]
         how = f"killed, because it did not end within {rules.stop_s:g} s" if state.killed else how
-        return State(phase=after, since=now, due=now, restarts=state.restarts, reason=f"{state.reason} ({how})")
+        return State(
+            phase=after, since=now, due=now, restarts=state.restarts, reason=f"stopped ({how}): {state.reason}"
+        )
     if code == 0 and process.finishes:
         return State(phase=Phase.DONE, since=now, restarts=state.restarts, reason="it has finished")
     stable = state.phase == Phase.READY and now - state.since >= rules.stable_s
@@ -166,6 +168,12 @@ def next_actions(
             if not missing:
                 actions.append(Action(do="start", name=process.name, reason=state.reason))
     return actions
+
+
+def exit_code(states: Iterable[State]) -> int:
+    """The exit code of the system: 0 after an orderly stop, 1 if a process failed, 2 if a configuration is wrong."""
+    reasons = [state.reason for state in states if state.phase == Phase.FAILED]
+    return 2 if any(NOT_AGAIN[2] in reason for reason in reasons) else int(bool(reasons))
 
 
 def _allows_dependents(state: State) -> bool:

@@ -90,8 +90,7 @@ class Supervisor:
             self._write()
             for log in self._logs.values():
                 log.close()
-        failed = [state for state in self.states.values() if state.phase == Phase.FAILED]
-        return 2 if any("exit code 2" in state.reason for state in failed) else int(bool(failed))
+        return decide.exit_code(self.states.values())
 
     def _over(self, stop: threading.Event) -> bool:
         stopping = stop.is_set() or bool(self._why_stopping)
@@ -170,7 +169,7 @@ class Supervisor:
         """Handle the requests of other commands."""
         for request, answer in files.requests(self.folder):
             verb, name = request.get("do"), request.get("name")
-            reason = str(request.get("reason") or f"request to {verb} it")
+            reason = str(request.get("reason") or "another command")
             response: dict[str, Any] = {}
             if name not in self.states:
                 response["error"] = f"there is no process {name!r}; there are {', '.join(self.states)}"
@@ -181,7 +180,8 @@ class Supervisor:
             elif verb != "release":
                 response["error"] = f"requests must be restart, hold or release, got {verb!r}"
             if "error" not in response:
-                self._say("asked", str(name), reason)
+                wanted = {"hold": "stop", "release": "start"}.get(str(verb), verb)
+                self._say("asked", str(name), f"asked to {wanted} by {reason}")
             self._write()
             write_whole(answer, json.dumps(response))
 
