@@ -67,12 +67,24 @@ def test_wrong_flags_end_with_2_and_words_on_stderr(capsys, call):
         (ConfigError("x must be 1, got 2"), 2, "x must be 1, got 2"),
         (UsageError("give a FILE"), 2, "give a FILE"),
         (FileNotFoundError(2, "No such file or directory", "/absent"), 2, "/absent"),
+        (FileExistsError(17, "File exists", "/file"), 2, "/file"),
+        (PermissionError(13, "Permission denied", "/closed"), 2, "/closed"),
         (DataError("a.csv is damaged"), 1, "a.csv is damaged"),
         (OSError(28, "No space left on device", "/full"), 1, "/full"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (SystemExit(2), 2, ""),
     ],
-    ids=["a setting", "wrong usage", "a file that is not there", "damaged data", "the system's", "Ctrl-C", "exit"],
+    ids=[
+        "a setting",
+        "wrong usage",
+        "a file that is not there",
+        "a file for a folder",
+        "a closed folder",
+        "damaged data",
+        "the system's",
+        "Ctrl-C",
+        "exit",
+    ],
 )
 def test_what_ends_a_command_becomes_one_line_and_a_code(capsys, monkeypatch, command, raised, code, says):
     def fail(argv):

@@ -44,6 +44,9 @@ exit codes: 0 success, 1 failed while running (or the answer is no), 2 wrong usa
 (a bad flag or setting, a missing file), 130 interrupted."""
 
 
+_WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+
 def usage() -> str:
     return usage_text("COMMAND", {name: text for name, (_, text) in COMMANDS.items()}, NOTES)
 
@@ -95,4 +98,4 @@ def main(argv: list[str] | None = None) -> int:
 
 def exit_code_of(error: Exception) -> int:
     """Return 2 if the command line or the configuration must change, 1 if the work itself failed."""
-    return 2 if isinstance(error, ConfigError | FileNotFoundError | NotADirectoryError | IsADirectoryError) else 1
+    return 2 if isinstance(error, (ConfigError, *_WRONG_PATH)) else 1

@@ -40,7 +40,9 @@ def newest_checkpoints(source: str | os.PathLike[str]) -> list[Checkpoint]:
                     "with SIGTERM"
                 ) from error
     if not found:
-        raise DataError(f"{os.fspath(source)}: has no checkpoint of a parameter server; drain the servers first")
+        raise DataError(
+            f"{os.fspath(source)}: has no checkpoint of a parameter server; stop the servers with SIGTERM first, so that they save one"
+        )
     count = found[0]["of"]
     shards = sorted(checkpoint["shard"] for checkpoint in found)
     if any(checkpoint["of"] != count for checkpoint in found) or shards != list(range(count)):
