@@ -18,6 +18,8 @@ from shoal.cli.shared.arguments import Verbs, names_verb, parse, run_verb
 from shoal.cli.shared.console import print_json, print_table
 from shoal.cli.shared.stopping import stop_event
 from shoal.errors import ConfigError, DeadlineError, UsageError
+from shoal.up.config import load_online
+from shoal.up.files import holder, log_path, only_one, read_state
 
 ABOUT = """Run a complete online system on this machine from one file: parameter servers, trainer, replicas.
 
@@ -66,11 +68,17 @@ Exit codes: 0 stopped, 1 a process failed, 2 wrong usage or configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
-    """Flags of `shoal up`."""
+class _System:
+    """The system of a command."""
 
     config: Path = Path("online.toml")
     """The file that describes the system."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(_System):
+    """Flags of `shoal up`."""
+
     init: Path | None = None
     """Write a folder with generated clicks and a starter online.toml."""
     dry_run: bool = False
@@ -88,27 +96,23 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status:
+class Status(_System):
     """Show the processes of a system.
 
     Example: shoal up status online.toml
     """
 
-    config: Path = Path("online.toml")
-    """The file that describes the system."""
     json: bool = False
     """Print the state as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
+class Stop(_System):
     """Stop a running system: trainer, replicas, servers, in this order.
 
     Example: shoal up stop online.toml
     """
 
-    config: Path = Path("online.toml")
-    """The file that describes the system."""
     timeout: float = 300.0
     """Seconds to wait for it to stop."""
     json: bool = False
@@ -116,14 +120,12 @@ class Stop:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logs:
+class Logs(_System):
     """Show the last lines of a process's log.
 
     Example: shoal up logs online.toml trainer
     """
 
-    config: Path = Path("online.toml")
-    """The file that describes the system."""
     name: str = ""
     """Name of the process; all of them by default."""
     lines: int = 20
@@ -135,14 +137,12 @@ class Logs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restart:
+class Restart(_System):
     """Stop a process and start it again.
 
     Example: shoal up restart online.toml trainer
     """
 
-    config: Path = Path("online.toml")
-    """The file that describes the system."""
     name: str = ""
     """Name of the process."""
     timeout: float = 180.0
@@ -164,8 +164,6 @@ def main(argv: list[str]) -> int:
 
 
 def up(options: Start) -> int:
-    from shoal.up.config import load_online
-    from shoal.up.files import only_one
     from shoal.up.plan import check, plan
     from shoal.up.supervisor import Supervisor
 
@@ -238,7 +236,6 @@ def _teller(options: Start, online: Any) -> Callable[..., None]:
 
 def _detach(options: Start, online: Any) -> int:
     """Start the same command in the background and wait until it is ready."""
-    from shoal.up.files import holder, log_path, read_state
 
     if (pid := holder(online.dir)) is not None:
         raise UsageError(
@@ -277,8 +274,6 @@ def _detach(options: Start, online: Any) -> int:
 
 def status(options: Status) -> int:
     """Print the processes; return 0 if all are ready or done, else 1."""
-    from shoal.up.config import load_online
-    from shoal.up.files import holder, read_state
 
     online = load_online(options.config)
     state = read_state(online.dir)
@@ -321,8 +316,6 @@ def _age(seconds: float) -> str:
 
 
 def stop(options: Stop) -> int:
-    from shoal.up.config import load_online
-    from shoal.up.files import holder
 
     folder = load_online(options.config).dir
     pid = holder(folder)
@@ -340,7 +333,6 @@ def stop(options: Stop) -> int:
 
 
 def restart(options: Restart) -> int:
-    from shoal.up.config import load_online
     from shoal.up.control import restart_process
 
     if not options.name:
@@ -351,8 +343,6 @@ def restart(options: Restart) -> int:
 
 
 def logs(options: Logs) -> int:
-    from shoal.up.config import load_online
-    from shoal.up.files import read_state
 
     online = load_online(options.config)
     rows = {row["name"]: row["log"] for row in read_state(online.dir)["processes"]}

@@ -41,7 +41,8 @@ def newest_checkpoints(source: str | os.PathLike[str]) -> list[Checkpoint]:
                 ) from error
     if not found:
         raise DataError(
-            f"{os.fspath(source)}: has no checkpoint of a parameter server; stop the servers with SIGTERM first, so that they save one"
+            f"{os.fspath(source)}: has no checkpoint of a parameter server; stop the servers with SIGTERM first, which "
+            "writes one"
         )
     count = found[0]["of"]
     shards = sorted(checkpoint["shard"] for checkpoint in found)
