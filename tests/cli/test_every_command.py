@@ -151,6 +151,8 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch):
         (["demo", "--seconds", "x"], "--seconds: must be a number, got 'x'"),
         (["serve", ".", "--workers", "0"], "--workers must be at least 1, got 0"),
         (["serve", ".", "--poll-seconds", "-1"], "--poll-seconds must be at least 0, got -1.0"),
+        (["sync", "--source", "h:1", "--model", "m", "--target", "h:2", "--interval", "0"], "--interval must be > 0"),
+        (["join", "FILE", "--every", "-1"], "--every must be > 0, got -1"),
         (["up", "statsu", "online.toml"], "there is no verb 'statsu' (did you mean 'status'?)"),
         (["ps", "kegen"], "there is no verb 'kegen' (did you mean 'keygen'?)"),
         (["ps", "--shard", "5", "--of", "2"], "a shard's index must be 0..1 of 2, got 5"),

@@ -110,6 +110,8 @@ def sync(options: Options) -> int:
     )
     if bool(options.target) == (options.registry is not None):
         raise UsageError("exactly one of --registry and --target must be given")
+    if not options.interval > 0:
+        raise UsageError(f"--interval must be > 0, got {options.interval:g}")
     split_address(options.source)
     security = options.security.build()
     handle = SyncClientHandle(f"shoal-sync-{options.ps_index}")

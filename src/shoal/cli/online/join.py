@@ -71,6 +71,8 @@ def run(options: Options) -> int:
     """Join until SIGTERM or SIGINT, or until both inputs have ended."""
     if options.config is None:
         raise UsageError("CONFIG must be given: shoal join join.toml")
+    if not options.every > 0:
+        raise UsageError(f"--every must be > 0, got {options.every:g}")
     from shoal.data.joining.config import load_join
     from shoal.data.joining.pump import Pump
     from shoal.data.live import open_writer, parse_address
