@@ -10,16 +10,24 @@ Slots = Literal["v1", "v2"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stat:
+class _Checkpoint:
+    path: Path
+    """The checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tables(_Checkpoint):
+    table: tuple[str, ...] = ()
+    """Only these tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stat(_Tables):
     """Show rows, widths, optimizers, ages and norms of each table.
 
     Example: shoal table stat ckpt/item
     """
 
-    path: Path
-    """The checkpoint."""
-    table: tuple[str, ...] = ()
-    """Only these tables."""
     slots: Slots = "v2"
     """Format of the ids, which determines the bits that hold the slot."""
     json: bool = False
@@ -27,16 +35,12 @@ class Stat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ls:
+class Ls(_Tables):
     """List rows in file order.
 
     Example: shoal table ls ckpt/item --slot 3 --limit 5
     """
 
-    path: Path
-    """The checkpoint."""
-    table: tuple[str, ...] = ()
-    """Only these tables."""
     slot: int | None = None
     """Only ids of this slot."""
     slots: Slots = "v2"
@@ -52,7 +56,7 @@ class Ls:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Get:
+class Get(_Tables):
     """Show an id's weights and optimizer state.
 
     Example: shoal table get ckpt/item 42
@@ -60,33 +64,25 @@ class Get:
     In a checkpoint of `shoal train`, by the value of a feature: shoal table get run --text user=u17
     """
 
-    path: Path
-    """The checkpoint."""
     id: int | None = None
     """The id."""
     text: str | None = None
     """FEATURE=VALUE as in the data, instead of an id; the checkpoint records how to turn it into an id."""
-    table: tuple[str, ...] = ()
-    """Only these tables."""
     json: bool = False
     """Print JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Top:
+class Top(_Tables):
     """Show the rows with the largest norms, or the newest.
 
     Example: shoal table top ckpt/item --by recent --n 3
     """
 
-    path: Path
-    """The checkpoint."""
     by: Literal["norm", "recent"] = "norm"
     """Order: by norm, or by last update."""
     n: int = 10
     """Number of rows."""
-    table: tuple[str, ...] = ()
-    """Only these tables."""
     json: bool = False
     """Print JSON."""
 
@@ -111,22 +107,18 @@ class Diff:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
+class Export(_Tables):
     """Export tables to Parquet or CSV.
 
     Example: shoal table export ckpt --parquet item.parquet
     """
 
-    path: Path
-    """The checkpoint."""
     parquet: Path | None = None
     """The Parquet file to write; a folder if there are several tables."""
     csv: Path | None = None
     """The CSV file to write; a folder if there are several tables."""
     state: bool = False
     """Include optimizer state, so that an import restores identical rows (Parquet only)."""
-    table: tuple[str, ...] = ()
-    """Only these tables."""
     json: bool = False
     """Print JSON."""
 
@@ -165,35 +157,29 @@ class Import:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reshard:
+class Reshard(_Tables):
     """Rewrite the same rows to another number of files; row ID goes to file ID mod N.
 
     Example: shoal table reshard ckpt/item --shards 16 --out wide/item
     """
 
-    path: Path
-    """The checkpoint."""
     out: Path
     """The basename or folder to write."""
     shards: int
     """New number of files per table."""
     kind: Literal["same", "folder", "basename"] = "same"
     """A folder for restore_incremental, files under a basename, or the same as the source."""
-    table: tuple[str, ...] = ()
-    """Only these tables."""
     json: bool = False
     """Print JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify:
+class Verify(_Checkpoint):
     """Read every byte: manifests, sizes, checksums, records, counts, repeated ids.
 
     Example: shoal table verify ckpt
     """
 
-    path: Path
-    """The checkpoint."""
     json: bool = False
     """Print JSON."""
 
