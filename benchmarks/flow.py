@@ -11,7 +11,7 @@
 - **dense**: predictions while 5 M weights are pushed every second, against the same load without pushes.
 - **kills**: trainer, parameter server and replica are killed ten times each while a client asks for predictions.
 
-`benchmarks/serving.py --only raw` compares raw features with ids at the server; `tests/trainer/test_export.py` and
+`benchmarks/serving.py --only raw` compares raw features with ids at the server; `tests/train/loop/test_export.py` and
 `test_raw_pushes.py` compare a replica's answers with the trainer's own forward.
 """
 

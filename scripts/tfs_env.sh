@@ -1,7 +1,7 @@
 #!/bin/sh
 # tfs_env.sh DIRECTORY: create a small environment with TensorFlow Serving's own Python client, for one test file:
 #
-#     scripts/tfs_env.sh /tmp/tfs && SHOAL_TFS_PYTHON=/tmp/tfs/bin/python pytest tests/serving/test_tensorflow_client.py
+#     scripts/tfs_env.sh /tmp/tfs && SHOAL_TFS_PYTHON=/tmp/tfs/bin/python pytest tests/serving/server/test_tensorflow_client.py
 #
 # tensorflow-serving-api needs only the generated messages of TensorFlow: they are extracted from its wheel (270 MB to
 # download, 1 MB kept), so TensorFlow itself is not installed.

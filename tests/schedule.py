@@ -9,13 +9,13 @@ APART = ("tests/table/test_interpreted.py", "tests/ops/test_cuda_kernels.py", "t
 
 FIRST = (
     "tests/test_gpu_compile.py", "tests/fuzz/test_fuzz.py", "tests/table/test_interpreted.py", "tests/up/test_up.py",
-    "tests/trainer/test_shared_servers.py", "tests/trainer/test_best.py", "tests/observe/test_pages.py",
-    "tests/observe/test_ports.py", "tests/nn/test_dcp.py", "tests/serving/test_compiled_nets.py",
-    "tests/serving/test_client.py", "tests/serving/test_device.py", "tests/serving/test_native_nets.py",
-    "tests/trainer/test_elastic.py", "tests/up/test_ray.py", "tests/up/test_up_streams.py", "tests/docs/test_live.py",
-    "tests/examples/test_movielens.py", "tests/examples/test_ray_train.py", "tests/trainer/test_gpu.py",
-    "tests/sharded/test_gpu_ways.py", "tests/observe/test_tracing.py", "tests/docs/test_design.py",
-    "tests/ops/test_cuda_kernels.py",
+    "tests/train/loop/test_shared_servers.py", "tests/train/loop/test_best.py", "tests/observe/test_pages.py",
+    "tests/observe/test_ports.py", "tests/nn/test_dcp.py", "tests/serving/server/test_compiled_nets.py",
+    "tests/serving/client/test_client.py", "tests/serving/server/test_device.py",
+    "tests/serving/server/test_native_nets.py", "tests/train/loop/test_elastic.py", "tests/up/test_ray.py",
+    "tests/up/test_up_streams.py", "tests/docs/test_live.py", "tests/examples/test_movielens.py",
+    "tests/examples/test_ray_train.py", "tests/train/loop/test_gpu.py", "tests/sharded/all_to_all/test_gpu_ways.py",
+    "tests/observe/test_tracing.py", "tests/docs/test_design.py", "tests/ops/test_cuda_kernels.py",
 )  # fmt: skip
 """The longest files that have few tests; the others follow by their number of tests."""
 

@@ -13,7 +13,7 @@ from shoal.sharded import (
 )
 from shoal.train import SyncHelper
 from tests.sharded.helpers import config, native
-from tests.sharded.test_partitioned import settings
+from tests.sharded.monolith.test_partitioned import settings
 
 table = DistributedMultiTypeHashTableMpi(1, lambda rank: native(rank, {"a": config(1)}))
 ids = {"a": torch.tensor([1])}

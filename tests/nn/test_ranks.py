@@ -8,7 +8,7 @@ from shoal.errors import ConfigError
 from shoal.nn import EmbeddingBagCollection, HashEmbedding, HashEmbeddingBag, SparseOptimizer
 from shoal.sharded import AllToAllHashTable
 from shoal.testing import run_ranks
-from tests.sharded.all_to_all import in_ranks, raised
+from tests.sharded.ranks import in_ranks, raised
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -10,7 +10,7 @@ from shoal.errors import ConfigError, UnsupportedError
 from shoal.nn import EmbeddingBagCollection, EmbeddingCollection
 from shoal.sharded import loads_of, plan, shard
 from tests.nn.torchrec_here import import_torchrec
-from tests.sharded.all_to_all import in_ranks, raised
+from tests.sharded.ranks import in_ranks, raised
 
 torchrec = import_torchrec()
 from torchrec.datasets.utils import Batch  # noqa: E402

@@ -32,7 +32,7 @@ from shoal.table import test_hash_table
 from shoal.testing.commands import Command
 from tests.observe.test_tracing import CONTEXT, TRACE, Scale, predict
 from tests.serving.helpers import eventually
-from tests.serving.test_security import lookup, push
+from tests.serving.server.test_security import lookup, push
 
 
 def lines_of(path):

@@ -9,7 +9,7 @@ from shoal.sharded import AllToAllHashTable, PartitionedHashTable
 from shoal.sharded.monolith.distributed_ps_sync import DistributedMultiTypeHashTableMpi
 from shoal.table import MultiHashTable
 from tests.sharded.helpers import adagrad, multi_type, native, run_ranks
-from tests.sharded.test_partitioned import PRE, settings
+from tests.sharded.monolith.test_partitioned import PRE, settings
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,7 +21,7 @@ from shoal.errors import ConfigError, DataError, MissingExtraError
 from shoal.testing.brokers import RedisServer
 from shoal.train.loop.trainer import trainer
 from shoal.trainer import load_config
-from tests.trainer.helpers import Told
+from tests.train.loop.helpers import Told
 
 LIMIT_S = 60
 

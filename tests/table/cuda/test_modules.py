@@ -17,7 +17,7 @@ from shoal.sharded import (
 )
 from shoal.table import reset_registry
 from tests.sharded.helpers import adagrad
-from tests.sharded.test_partitioned import BATCH, PRE, settings
+from tests.sharded.monolith.test_partitioned import BATCH, PRE, settings
 
 
 def tables(**more):

@@ -8,7 +8,7 @@ import torch
 import shoal
 from shoal.serving import Client, Feature, ModelExporter, ModelServer, publish
 from shoal.table.cuda.cache import CachedHashTable
-from tests.serving.test_server import config_of
+from tests.serving.server.test_server import config_of
 
 DIM = 2
 

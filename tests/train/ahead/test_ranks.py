@@ -16,7 +16,7 @@ from shoal.nn import EmbeddingBagCollection, HashEmbedding, HashEmbeddingBag
 from shoal.sharded import AllToAllHashTable, Engine, ParameterServer, PsClient, Shard, ps_table
 from shoal.testing import run_ranks
 from shoal.train import Pipeline
-from tests.sharded.all_to_all import in_ranks, raised, together
+from tests.sharded.ranks import in_ranks, raised, together
 
 pytestmark = pytest.mark.timeout(300)
 
