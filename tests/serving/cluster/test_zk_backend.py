@@ -172,6 +172,47 @@ def test_a_restart_does_not_wait_for_a_watch_that_waits_for_the_backend():
     backend.stop()
 
 
+def test_a_layout_can_change_while_bindings_are_written():
+    """The fake calls watches while it holds the lock that writes need; one thread must not wait for the other."""
+    writing, told = threading.Event(), threading.Event()
+
+    class Telling(FakeKazooClient):
+        def create(self, *args, **options):
+            writing.set()
+            return super().create(*args, **options)
+
+    tree = FakeKazooClient().tree
+    operator, serving = (ZKBackend("b", zk_client=kind(tree=tree)) for kind in (FakeKazooClient, Telling))
+    operator.start()
+    serving.start()
+    first = FakeKazooClient(tree=tree)
+    first.start()
+    first.ensure_path("/b/layouts/blue")
+    calls = []
+
+    def wait_for_the_write(children):
+        if children:
+            told.set()
+            assert writing.wait(60)
+
+    first.ChildrenWatch("/b/layouts/blue", wait_for_the_write)
+    serving.register_layout_callback("blue", calls.append)
+    writing.clear()
+    operator.decl_saved_model(SavedModel("m", "ps_0"), SavedModelDeployConfig("/x", "latest"))
+    adding = threading.Thread(target=operator.add_to_layout, args=("blue", SavedModel("m", "ps_0")), daemon=True)
+    adding.start()
+    assert told.wait(60)
+    binding = threading.Thread(
+        target=serving.sync_available_saved_models, args=(CONTAINER, {SavedModel("m", "ps_0")}), daemon=True
+    )
+    binding.start()
+    for thread in (adding, binding):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(calls[-1]) == 1
+    assert tree.children("/b/binding/m") == [f"ps_0:{CONTAINER}"]
+
+
 def test_a_subscription_that_failed_can_be_made_again():
     backend = ZKBackend("b", zk_client=FakeKazooClient())
     with pytest.raises(ConnectionClosedError):

@@ -28,6 +28,8 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         self._registry = open_registry(zk_servers) if zk_client is None else registry_of(zk_client)
         self._lock = threading.RLock()
         self._restarting = threading.Lock()
+        self._binding = threading.RLock()
+        """Held while bindings are written; not ``_lock``, which the registry's watches take, also during a write."""
         self._lost = threading.Event()
         self._available: set[SavedModel] = set()
         self._subscribed: set[str] = set()  # models whose bindings are watched
@@ -46,7 +48,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
     def stop(self) -> None:
         self._unlisten()
         self._registry.stop()
-        with self._lock:  # the nodes of this session are gone; a second start writes them again
+        with self._binding:  # the nodes of this session are gone; a second start writes them again
             self._available = set()
         self._lost.clear()
 
@@ -62,7 +64,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         with self._restarting:
             if self._lost.is_set():
                 self._registry.restart()
-                with self._lock:
+                with self._binding:
                     self._available = set()
                 self._lost.clear()
 
@@ -101,7 +103,7 @@ class ZKBackend(AgentBackend, CtrlBackend, SyncBackend):
         if self._lost.is_set():
             self._restart()
             return
-        with self._lock:
+        with self._binding:
             wanted, remembered = set(saved_models), set(self._available)
             for model in wanted - self._available:
                 if self._put(self._binding_path(container, model), b"", True):
