@@ -60,8 +60,6 @@ class Archive:
             import obstore.store
         except ImportError:
             raise missing_extra("obstore", "s3") from None
-        if "://" not in url:
-            raise ConfigError(f"--archive must be s3://…, gs://…, az://… or file:///path, got {url!r}")
         self.url, self._root = url, f"shard-{shard:05d}"
         options: dict[str, Any] = {}
         if not url.startswith("file://"):
