@@ -56,7 +56,7 @@ class Local:
             group.update([part], step=step_of(step, places), each="occurrence")
 
     def update_sums(self, finds: Sequence[tuple[Tensor, Sequence[int], Tensor]], step: Step) -> None:
-        """See the function of this name."""
+        """Make one step per distinct id of one rank in several finds, on the tables of this process."""
         update_sums(self._groups, finds, step)
 
     def _founds(
