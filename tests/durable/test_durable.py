@@ -183,6 +183,35 @@ def test_a_second_save_replaces_the_first_and_removes_what_it_does_not_have(tmp_
     assert sorted(os.listdir(tmp_path)) == ["t-0", "t-9", "t.manifest", "t.x"]
 
 
+def test_files_that_get_their_final_names_while_they_are_read_are_found(tmp_path, monkeypatch):
+    def between_its_renames():
+        (tmp_path / "t-0-tmp").write_text("new")
+        write_saved(tmp_path / "t.manifest", {}, {"t-0": digest_file(tmp_path / "t-0-tmp")}, {"t-0": "t-0-tmp"})
+        return read_saved(tmp_path / "t.manifest")
+
+    real = os.path.exists
+
+    def renamed_once_seen(path):
+        seen = real(path)
+        if str(path).endswith("t-0-tmp") and seen:
+            os.replace(path, tmp_path / "t-0")
+        return seen
+
+    monkeypatch.setattr(os.path, "exists", renamed_once_seen)
+    for use in (lambda saved: saved.has("t-0"), lambda saved: saved.read("t-0") == b"new"):
+        assert use(between_its_renames())
+    assert between_its_renames().missing() is None
+    between_its_renames().verify()
+    saved = between_its_renames()
+    os.unlink(tmp_path / "t-0-tmp")
+    os.unlink(tmp_path / "t-0")
+    assert not saved.has("t-0")
+    assert "t-0 is missing" in saved.missing()
+    for use in (lambda: saved.read("t-0"), saved.verify):
+        with pytest.raises(DataError, match="t-0 cannot be read: No such file"):
+            use()
+
+
 def test_a_save_that_is_given_up_leaves_the_one_before(tmp_path):
     save(tmp_path / "t", {"-0": "old", "-1": "old"})
     with pytest.raises(KeyboardInterrupt):

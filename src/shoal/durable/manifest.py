@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shoal import _core
 from shoal.durable.files import StrPath, write_whole
@@ -17,6 +18,8 @@ MANIFEST = "manifest.json"
 """The manifest of a folder."""
 MAX_BYTES = 256 << 20
 _RESERVED = ("files", "moves", "digest")
+
+T = TypeVar("T")
 
 
 class FileDigest(NamedTuple):
@@ -57,6 +60,13 @@ class Saved:
                 return written
         return os.path.join(self.folder, name)
 
+    def has(self, name: str) -> bool:
+        """Whether a file exists."""
+        try:
+            return stat.S_ISREG(self._use(name, os.stat).st_mode)
+        except OSError:
+            return False
+
     def check(self, name: str, found: tuple[int, int]) -> None:
         """Raise `DataError` unless a file that was read has the digest in the manifest."""
         expected = self.files.get(name)
@@ -79,36 +89,46 @@ class Saved:
 
     def read(self, name: str) -> bytes:
         """Read and check a file; return its bytes."""
-        path = self.path(name)
-        try:
-            with open(path, "rb") as file:
-                data = file.read()
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        data = self._read(name, _read_file)
         self.check(name, (len(data), _core.crc32c(data)))
         return data
 
     def verify(self, names: Iterable[str] | None = None) -> None:
         """Read files, by default all, and raise `DataError` for the first that is missing or changed."""
         for name in self.files if names is None else names:
-            path = self.path(name)
-            try:
-                found = _core.digest_file(path)
-            except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror}") from error
-            self.check(name, found)
+            self.check(name, self._read(name, _core.digest_file))
 
     def missing(self) -> str | None:
         """Describe the first file that is missing or has the wrong size; None if there is none. Reads no file."""
         for name, expected in self.files.items():
-            path = self.path(name)
             try:
-                found = os.path.getsize(path)
+                found = self._use(name, os.path.getsize)
             except OSError:
-                return f"{path} is missing"
+                return f"{self.path(name)} is missing"
             if found != expected.bytes:
-                return f"{path} has {found} bytes instead of {expected.bytes}"
+                return f"{self.path(name)} has {found} bytes instead of {expected.bytes}"
         return None
+
+    def _read(self, name: str, read: Callable[[str], T]) -> T:
+        try:
+            return self._use(name, read)
+        except OSError as error:
+            raise DataError(f"{self.path(name)} cannot be read: {error.strerror}") from error
+
+    def _use(self, name: str, use: Callable[[str], T]) -> T:
+        """``use(path)`` of a file, also if the save gives it its final name in between."""
+        path = self.path(name)
+        try:
+            return use(path)
+        except FileNotFoundError:
+            if path == (final := os.path.join(self.folder, name)):
+                raise
+            return use(final)
+
+
+def _read_file(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def write_saved(

@@ -111,7 +111,9 @@ class PooledHttpServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         while not self._stop.is_set():
-            for key, _ in self._selector.select(1.0):
+            ready = self._selector.select(1.0)
+            self._take_back()  # before a new connection looks for an idle one
+            for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._woken:
@@ -119,7 +121,6 @@ class PooledHttpServer:
                         self._woken.recv(4096)
                 elif key.data in self._waiting:
                     self._readable(key.data)
-            self._take_back()
             self._close_late()
 
     def _take_back(self) -> None:

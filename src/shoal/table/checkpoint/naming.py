@@ -73,7 +73,7 @@ def open_shards(basename: StrPath, saved: Saved | None = None) -> Shards:
     matches = {name: _SHARD.fullmatch(name, len(prefix)) for name in saved.files if name.startswith(prefix)}
     named = {(int(m[1]), int(m[2])): name for name, m in matches.items() if m}
     keys = _check_complete(base, named)
-    existing = {key: named[key] for key in keys if os.path.isfile(saved.path(named[key]))}
+    existing = {key: named[key] for key in keys if saved.has(named[key])}
     _check_complete(base, existing | _others(base, saved), len(keys))
     return Shards([saved.path(named[key]) for key in keys], [named[key] for key in keys], saved)
 
