@@ -158,6 +158,14 @@ def test_replicas_of_a_registry(tmp_path):
         backend.stop()
 
 
+@pytest.mark.parametrize("argv", [["top", "--once", "--registry", "{}"], ["predict", "{}", "{}", "--model", "m"]])
+def test_a_registry_that_does_not_exist_is_named_and_not_created(tmp_path, capsys, argv):
+    address = f"dir:{tmp_path / 'typo'}"
+    assert main([each.replace("{}", address, 1) if each == "{}" else each for each in argv]) == 2
+    assert f"there is no registry {address}: the folder does not exist" in capsys.readouterr().err
+    assert not (tmp_path / "typo").exists()
+
+
 @pytest.mark.parametrize(("status", "text", "why"), [(500, "x 1\n", "HTTP 500"), (200, "<html>", "not Prometheus")])
 def test_an_endpoint_that_answers_nonsense_is_down(capsys, status, text, why):
     with endpoint(lambda: text, status) as address:

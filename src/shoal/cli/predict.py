@@ -72,7 +72,9 @@ def main(argv: list[str]) -> int:
 async def predict(options: Options) -> int:
     """Query all rows; return 1 if some were not answered."""
     from shoal.serving.client.client import Client
+    from shoal.serving.cluster.registry import check_directory
 
+    check_directory(options.servers or "")
     client = Client(
         options.servers, model=options.model, signature=options.signature, version=options.version,
         deadline=options.deadline, security=options.security.build(), bzid=options.bzid,

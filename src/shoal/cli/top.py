@@ -74,6 +74,10 @@ def main(argv: list[str]) -> int:
         )
     if options.interval <= 0 or options.timeout <= 0:
         raise ConfigError(f"--interval and --timeout must be > 0, got {options.interval:g} and {options.timeout:g}")
+    if options.registry is not None:
+        from shoal.serving.cluster.registry import check_directory
+
+        check_directory(options.registry)
     watch = Watch(options)
     if options.once:
         return _once(options, watch)

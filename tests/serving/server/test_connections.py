@@ -27,7 +27,6 @@ from shoal.serving.security import open_channel
 from tests.serving.cluster.test_agent import rpc
 from tests.serving.helpers import eventually
 
-
 HOST = "127.83.12.5"  # loopback; a client of an earlier server with this port does not come back to this address
 
 

@@ -17,6 +17,7 @@ from shoal.serving.status import Code, StatusError
 from shoal.serving.sync.history import History
 from shoal.serving.sync.monolith.push_client import PushClient
 from shoal.serving.sync.publisher import Publisher
+from shoal.serving.sync.push import COMMIT, HELLO
 from shoal.serving.sync.split import Delta, DeltaBatch
 from shoal.serving.sync.target import Layout, Package, Target
 from shoal.serving.sync.weights import read_weights, write_weights
@@ -497,6 +498,56 @@ def test_a_round_that_is_not_whole_changes_nothing(serve, tmp_path):
     whole._blobs.clear()
     target.send(whole, session, "", True, 0.0, LONG)
     assert scores(server, [1]) == [19.0]
+    target.close()
+
+
+BASE = "base in the message must be [run, step] or null, got"
+
+
+@pytest.mark.parametrize(
+    ("signature", "message", "error"),
+    [
+        (HELLO, b"{", "the message is not JSON"),
+        (HELLO, b"[" * 100_000, "the message is not JSON"),
+        (HELLO, b"[]", "it must be an object, got list"),
+        (HELLO, b'{"base": 7}', f"{BASE} 7"),
+        (HELLO, b'{"base": [1]}', f"{BASE} [1]"),
+        (HELLO, b'{"base": [1, "x"]}', f'{BASE} [1, "x"]'),
+        (HELLO, b'{"all": 1}', "all in the message must be true or false, got 1"),
+        (HELLO, b'{"parts": "x"}', 'parts in the message must be an integer of 0 or more, got "x"'),
+        (HELLO, b'{"parts": true}', "parts in the message must be an integer of 0 or more, got true"),
+        (HELLO, b'{"parts": -2}', "parts in the message must be an integer of 0 or more, got -2"),
+        (HELLO, b'{"part": 2, "parts": 2}', "part must be less than parts, which is at most 4294967296, got 2 of 2"),
+        (HELLO, b'{"parts": 99999999999999999999}', "got 0 of 99999999999999999999"),
+        (COMMIT, b"{}", "rows in the message must be an integer of 0 or more, got null"),
+        (COMMIT, b'{"rows": 1, "deleted": 0, "weights": 5}', "weights in the message must be a string, got 5"),
+        (
+            COMMIT,
+            b'{"rows": 1, "deleted": 0, "weights": ""}',
+            "complete in the message must be true or false, got null",
+        ),
+    ],
+)
+def test_a_malformed_message_is_refused_and_the_round_goes_on(serve, tmp_path, signature, message, error):
+    server = serve(config_of(m=(export(tmp_path, 1, {1: 1.0}), "latest")))
+    source = HandSource({"user": 2})
+    target = Target(server.address, "m")
+    session = target.hello("trainer", 1000, None, False, LONG)
+    whole = package(source, {"user": {1: 5.0}})
+    sent = []
+
+    def and_a_malformed_one(called, inputs, info, timeout):
+        if called == COMMIT:
+            with pytest.raises(StatusError) as refused:
+                real(signature, {"message": torch.frombuffer(bytearray(message), dtype=torch.uint8)}, info, timeout)
+            sent.append(refused.value)
+        return real(called, inputs, info, timeout)
+
+    real, target._call = target._call, and_a_malformed_one
+    target.send(whole, session, "", True, 0.0, LONG)
+    assert [one.code for one in sent] == [Code.INVALID_ARGUMENT]
+    assert error in sent[0].message
+    assert scores(server, [1]) == [10.0]
     target.close()
 
 

@@ -65,10 +65,7 @@ def open_registry(servers: str | None, default: str = "127.0.0.1:2181", *, sessi
     ``ZK_AUTH=user:password`` in the environment enables digest authentication; it is never logged.
     """
     if servers and is_directory_address(servers):
-        folder = servers.removeprefix("dir:").removeprefix("//")
-        if not folder:
-            raise ConfigError(f"a registry in a directory must be dir:PATH, got {servers!r}")
-        return DirectoryRegistry(folder, session_timeout)
+        return DirectoryRegistry(_folder(servers), session_timeout)
     servers = servers.removeprefix("zk://") if servers else servers
     try:
         from kazoo.client import KazooClient
@@ -93,6 +90,22 @@ def is_registry_address(text: str) -> bool:
 def is_directory_address(text: str) -> bool:
     """Whether a registry's address is a directory's."""
     return text.startswith("dir:") or os.path.isdir(text)
+
+
+def check_directory(text: str) -> None:
+    """Raise `ConfigError` for the address of a registry's directory that does not exist; for programs that only read,
+    because opening a registry creates it."""
+    if is_directory_address(text) and not os.path.isdir(_folder(text)):
+        raise ConfigError(
+            f"there is no registry {text}: the folder does not exist; servers started with --registry {text} create it"
+        )
+
+
+def _folder(address: str) -> str:
+    folder = address.removeprefix("dir:").removeprefix("//")
+    if not folder:
+        raise ConfigError(f"a registry in a directory must be dir:PATH, got {address!r}")
+    return folder
 
 
 def registry_of(client: Any) -> Registry:

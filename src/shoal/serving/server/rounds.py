@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +32,10 @@ log = logging.getLogger(__name__)
 MAX_SOURCES = 4096
 MAX_WEIGHT_BYTES = 1 << 36
 MAX_LISTED = 2_000_000  # ids in one answer
+MAX_PARTS = 1 << 32
+_KINDS = {int: "an integer of 0 or more", str: "a string", bool: "true or false"}
+
+T = TypeVar("T", int, str, bool)
 
 Rows = tuple[TableView, int, torch.Tensor, torch.Tensor | None]
 """(table, sub-table number, distinct ids, their values; None = the rows are deleted)"""
@@ -81,21 +85,24 @@ class Rounds:
         says how many ``parts`` to ask for.
         """
         info, servable, said = push_info.get(), self._servable, _read(inputs)
-        base = Stamp(*said["base"]) if said.get("base") else None
+        base, everything = _base(said), _field(said, "all", bool, False)
+        part, parts = _field(said, "part", int, 0), _field(said, "parts", int, 0)
+        if not part < max(parts, 1) <= MAX_PARTS:
+            raise invalid_argument(f"part must be less than parts, which is at most {MAX_PARTS}, got {part} of {parts}")
         with servable.push_lock:  # between two commits
             complete = servable.complete.get(info.source)
         listed: list[torch.Tensor] = []
         for view in servable.tables.values():
             for number in range(len(view.sub_tables)):
-                if said.get("all"):
+                if everything:
                     listed.append(view.ids_sub(number))
                 else:
                     back = view.push_logs[number].pushed()
                     back = back.where(lambda mark: mark.stamp.run < info.run and (base is None or mark.stamp > base))
                     listed.append(torch.from_numpy(back.ids))
-        parts = int(said.get("parts") or -(-sum(map(len, listed)) // MAX_LISTED) or 1)
+        parts = parts or -(-sum(map(len, listed)) // MAX_LISTED) or 1
         if parts > 1:
-            listed = [ids[torch.remainder(ids, parts) == int(said.get("part", 0))] for ids in listed]
+            listed = [ids[torch.remainder(ids, parts) == part] for ids in listed]
         exported = servable.stamps.get(info.source)
         answer = {
             "parts": parts,
@@ -182,6 +189,8 @@ class Rounds:
         this replica then has everything older from the source).
         """
         info, servable, said = push_info.get(), self._servable, _read(inputs)
+        rows, deleted = _field(said, "rows", int), _field(said, "deleted", int)
+        digest, complete = _field(said, "weights", str), _field(said, "complete", bool)
         self.expect(info)
         with self._lock:
             mine = self._round(info)
@@ -189,26 +198,24 @@ class Rounds:
         counts = [
             sum(len(ids) for _, _, ids, values in mine.rows if (values is None) == gone) for gone in (False, True)
         ]
-        if counts != [said["rows"], said["deleted"]]:
+        if counts != [rows, deleted]:
             raise StatusError(
                 Code.DATA_LOSS,
-                f"round {info.round} has {said['rows']} rows and {said['deleted']} deletions, but {counts[0]} and "
-                f"{counts[1]} have come; send it again",
+                f"round {info.round} has {rows} rows and {deleted} deletions, but {counts[0]} and {counts[1]} have "
+                "come; send it again",
             )
-        weights = self._checked(mine, said["weights"])
+        weights = self._checked(mine, digest)
         mark = Mark(info.stamp, info.read_at or time.time(), info.source)
         with servable.push_lock:
-            applied = apply_round(servable, mine.rows, weights, mark, bool(said["complete"]))
+            applied = apply_round(servable, mine.rows, weights, mark, complete)
             if servable.successor is not None:
-                _apply_to_successor(servable.successor, mine.rows, weights, mark, bool(said["complete"]))
+                _apply_to_successor(servable.successor, mine.rows, weights, mark, complete)
         touched: dict[str, int] = {}
         for view, _, ids, _ in mine.rows:
             touched[view.name] = touched.get(view.name, 0) + len(ids)
-        for name, rows in touched.items():
-            servable.tables[name].count_push(rows, info.touched_at)
-        info.record(
-            servable.version, rows=said["rows"], deleted=said["deleted"], applied=applied, weights=bool(weights)
-        )
+        for name, count in touched.items():
+            servable.tables[name].count_push(count, info.touched_at)
+        info.record(servable.version, rows=rows, deleted=deleted, applied=applied, weights=bool(weights))
         return {"answer": _write({"applied": applied})}
 
     def _checked(self, mine: _Round, digest: str) -> dict[str, torch.Tensor] | None:
@@ -304,8 +311,25 @@ def _read(inputs: Tensors) -> dict[str, Any]:
         if not isinstance(said, dict):
             raise ValueError(f"it must be an object, got {type(said).__name__}")
         return said
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid_argument(f"the message is not JSON: {error}") from None
+
+
+def _field(said: dict[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
+    """A field of a message; one without a default must be there."""
+    value = said.get(name, default)
+    if type(value) is not kind or (isinstance(value, int) and value < 0):
+        raise invalid_argument(f"{name} in the message must be {_KINDS[kind]}, got {json.dumps(value)[:80]}")
+    return value
+
+
+def _base(said: dict[str, Any]) -> Stamp | None:
+    base = said.get("base")
+    if base is None:
+        return None
+    if not isinstance(base, list) or [type(number) for number in base] != [int, int]:
+        raise invalid_argument(f"base in the message must be [run, step] or null, got {json.dumps(base)[:80]}")
+    return Stamp(*base)
 
 
 def _write(answer: dict[str, Any]) -> torch.Tensor:

@@ -107,7 +107,7 @@ class _Reading:
         for table, (path, count) in layer.removed.items():
             try:
                 ids = read_removed(path, count)
-                verdict.files, verdict.bytes = verdict.files + 1, verdict.bytes + saved.files[name].bytes
+                verdict.files, verdict.bytes = verdict.files + 1, verdict.bytes + os.path.getsize(path)
                 distinct = Distinct()
                 distinct.add(ids)
                 if again := distinct.repeated()[0]:
@@ -177,6 +177,6 @@ def _filter(verdict: Verdict, base: str) -> None:
     try:
         for path in naming.find_shards(base):
             _core.read_records(path)
-            verdict.files, verdict.bytes = verdict.files + 1, verdict.bytes + saved.files[name].bytes
+            verdict.files, verdict.bytes = verdict.files + 1, verdict.bytes + os.path.getsize(path)
     except (DataError, OSError) as error:
         verdict.problems.append(str(error))
