@@ -10,6 +10,8 @@ import torch
 from shoal.errors import ConfigError, DataError
 from shoal.sharded import AllToAllHashTable
 from shoal.table import (
+    HashFilterCheckpointRestorerListener,
+    HashFilterCheckpointSaverListener,
     HashTable,
     HashTableCheckpointRestorerListener,
     HashTableCheckpointSaverListener,
@@ -126,6 +128,27 @@ def test_a_filter_is_read_again_where_another_save_takes_its_place(tmp_path):
     finally:
         stop.set()
         thread.join(60)
+
+
+def test_filters_are_restored_together_or_not_at_all(tmp_path):
+    def counted(count):
+        filters = [create_hash_filter(60, 3) for _ in range(3)]
+        for each in filters:
+            each.add(7, count)
+        return filters
+
+    base = str(tmp_path / "model")
+    HashFilterCheckpointSaverListener(base, counted(2), True).before_save(1)
+    others = counted(5)
+    for path in files(tmp_path / "model-1.assets"):
+        if "hash_filter_2-" not in path.name:
+            continue
+        for damage in damages(path, flips=3):
+            with pytest.raises(DataError, match="hash_filter_2"):
+                HashFilterCheckpointRestorerListener(base, others, True).before_restore()
+            assert [each.get(7) for each in others] == [5] * 3, damage
+    assert HashFilterCheckpointRestorerListener(base, others, True).before_restore()
+    assert [each.get(7) for each in others] == [2] * 3
 
 
 def test_files_of_a_chain_fall_back_to_what_is_whole_and_say_so(tmp_path, caplog):

@@ -77,16 +77,25 @@ def restore_hash_filter(hash_filter: Any, basename: StrPath, enable_hash_filter:
     """
     if not enable_hash_filter or not isinstance(hash_filter, SlidingHashFilter):
         return
-    blocks, meta = read_newest([basename], lambda: _read_blocks(hash_filter, basename))
+    _set(hash_filter, *_read_newest(hash_filter, basename))
+
+
+def _set(hash_filter: SlidingHashFilter, blocks: list[FilterBlockState], meta: SlidingHashFilterMetaDump) -> None:
     for block, state in enumerate(blocks):
         hash_filter.set_block(block, state)
     hash_filter.set_head(meta.head, meta.head_increment, meta.failure_count)
 
 
-def _read_blocks(
+def _read_newest(
     hash_filter: SlidingHashFilter, basename: StrPath
 ) -> tuple[list[FilterBlockState], SlidingHashFilterMetaDump]:
     """The counts of every block, and the metadata of the filter."""
+    return read_newest([basename], lambda: _read_blocks(hash_filter, basename))
+
+
+def _read_blocks(
+    hash_filter: SlidingHashFilter, basename: StrPath
+) -> tuple[list[FilterBlockState], SlidingHashFilterMetaDump]:
     files = naming.open_shards(basename)
     paths = files.paths
     read = [_read_block(path, hash_filter) for path in paths]
@@ -178,7 +187,7 @@ class HashFilterCheckpointRestorerListener(_HashFilterListener):
     """Restores the filters from the newest checkpoint, if there is one, before a model is restored."""
 
     def before_restore(self) -> bool:
-        """Restores the filters; returns whether there was a checkpoint."""
+        """Restores the filters, all of them or none; returns whether there was a checkpoint."""
         kept = self._kept()
         if not kept:
             return False
@@ -186,8 +195,9 @@ class HashFilterCheckpointRestorerListener(_HashFilterListener):
         if folder is None:
             return False
         settle(folder, [name for name, _ in kept])
-        for name, hash_filter in kept:
-            restore_hash_filter(hash_filter, os.path.join(folder, name), True)
+        read = [(hash_filter, *_read_newest(hash_filter, os.path.join(folder, name))) for name, hash_filter in kept]
+        for hash_filter, blocks, meta in read:
+            _set(hash_filter, blocks, meta)
         return True
 
 
