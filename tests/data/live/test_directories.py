@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,6 +10,7 @@ import pytest
 
 from shoal.data import Schema, make_format
 from shoal.data.live import LiveStream, open_reader
+from shoal.data.live.growing import GrowingReader
 from shoal.errors import ConfigError
 from tests.data.live.test_sources import take
 from tests.data.test_records import frame, tf_example
@@ -177,6 +179,25 @@ def test_batches_resume_exactly_and_damage_is_a_dead_letter(tmp_path, kind):
         )
         again.close()
     assert len((tmp_path / "letters").read_text().splitlines()) == 1
+
+
+def test_a_read_that_took_too_long_does_not_end_a_stream_that_has_more(tmp_path, monkeypatch):
+    """As when the machine had no time for this process: nothing is found, though the time is over."""
+    write_records(tmp_path / "a", 0, 3)
+    poll, stalls = GrowingReader.poll, [0.5]
+
+    def stalled(self, most, timeout_s):
+        if stalls:
+            time.sleep(stalls.pop())
+            return []
+        return poll(self, most, timeout_s)
+
+    monkeypatch.setattr(GrowingReader, "poll", stalled)
+    stream = LiveStream(
+        [f"dir:{tmp_path}"], make_format("tfrecord", SCHEMA), SCHEMA, format_name="tfrecord", batch_size=2, idle_s=0.4
+    )
+    assert sum(map(len, stream)) == 3
+    stream.close()
 
 
 def test_a_file_of_other_columns_or_types_is_bad_and_the_next_one_is_read(tmp_path):

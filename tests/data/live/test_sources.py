@@ -10,7 +10,7 @@ import pytest
 from shoal.data.live import is_live, open_reader, open_writer, parse_address
 from shoal.errors import ConfigError, DataError, PeerError
 
-LIMIT_S = 20
+LIMIT_S = 100
 
 
 @pytest.fixture(params=["redis", "kafka", "dir"])

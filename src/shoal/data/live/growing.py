@@ -193,9 +193,9 @@ class GrowingReader:
     def poll(self, max_records: int, timeout_s: float) -> list[Chunk]:
         deadline = time.monotonic() + timeout_s
         while not self._part:
+            left = deadline - time.monotonic()  # before the look, so that the last one is not early
             if self._read():
                 continue
-            left = deadline - time.monotonic()
             if left <= 0:
                 return []
             time.sleep(min(left, _PAUSE_S))

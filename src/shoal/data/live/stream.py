@@ -38,7 +38,7 @@ class LiveStream:
     Args:
         sources: addresses (`shoal.data.live.parse_address`); several are read in turn.
         max_wait_s: how long a partial batch waits for more records; infinite for full batches only.
-        idle_s: the iteration ends when no record has arrived for this long; None: never.
+        idle_s: the iteration ends after waiting this long for a record; None: never.
         dead_letters: a file for messages that cannot be read.
         journal: a file that records which records made which batch, so that a resumed run makes the same batches.
         on_bad: called with each message that cannot be read.
@@ -258,14 +258,15 @@ class LiveStream:
         parts: list[Samples] = []
         rows, closes_s = 0, 0.0
         runs: list[Run] = []
-        received_s = yielded_s = time.monotonic()
+        quiet_s, yielded_s = 0.0, time.monotonic()
         before = dict(state)  # the state without the records of the open batch
         while True:
-            wait_s = TICK_S if not rows else min(TICK_S, max(0.0, closes_s - time.monotonic()))
+            begin = time.monotonic()
+            wait_s = TICK_S if not rows else min(TICK_S, max(0.0, closes_s - begin))
             chunks = self._sources.poll(self.batch_size - rows, wait_s)
             now = time.monotonic()
+            quiet_s = 0.0 if chunks else quiet_s + min(now - begin, wait_s)  # a stall here is not silence there
             if chunks:
-                received_s = now
                 if not rows:
                     closes_s = now + self.max_wait_s
                 runs += [(one.name, chunk.partition, len(chunk), chunk.positions[-1]) for one, chunk in chunks]
@@ -273,7 +274,7 @@ class LiveStream:
                 if len(samples):
                     parts.append(samples)
                     rows += len(samples)
-            ended = not chunks and self._ended(now - received_s)
+            ended = not chunks and self._ended(quiet_s)
             self._periodic_work(now)
             if rows and (rows == self.batch_size or now >= closes_s or ended):
                 batch = self._closed(Samples.join(parts), state)
@@ -289,16 +290,17 @@ class LiveStream:
 
     def _of_partitions(self, queues: ByPartition, state: dict[str, Any]) -> Iterator[Batch]:
         """Batches of one partition each."""
-        received_s = yielded_s = time.monotonic()
+        quiet_s, yielded_s = 0.0, time.monotonic()
         before = dict(state)
         while True:
-            wait_s = min(TICK_S, queues.wait_s(time.monotonic()))
+            begin = time.monotonic()
+            wait_s = min(TICK_S, queues.wait_s(begin))
             chunks = self._sources.poll(queues.room, wait_s) if queues.room else []
             now = time.monotonic()
-            received_s = now if chunks else received_s
+            quiet_s = 0.0 if chunks else quiet_s + min(now - begin, wait_s)
             for one, chunk in chunks:
                 queues.add(one, chunk, now)
-            ended = not chunks and self._ended(now - received_s)
+            ended = not chunks and self._ended(quiet_s)
             self._periodic_work(now)
             found = queues.take(now, ended)
             if found is not None:
@@ -392,8 +394,8 @@ class LiveStream:
     def _empty(self) -> Samples:
         return self._decode([])[0]
 
-    def _ended(self, idle_s: float) -> bool:
-        if self.idle_s is not None and idle_s >= self.idle_s:
+    def _ended(self, quiet_s: float) -> bool:
+        if self.idle_s is not None and quiet_s >= self.idle_s:
             return not self._measure().records  # a source that has records but returns none is slow or unreachable
         return self._sources.ended
 
