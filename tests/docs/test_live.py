@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.testing.zookeeper import free_port
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "live.md"
 DEADLINE_S = 240
@@ -23,23 +25,12 @@ def blocks():
     return re.findall(pattern, PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def free_ports():
-    """Ports that nobody has, by those of the page."""
-    sockets = [socket.socket() for _ in PORTS]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return {port: str(one.getsockname()[1]) for port, one in zip(PORTS, sockets, strict=True)}
-    finally:
-        for one in sockets:
-            one.close()
-
-
 class Walk:
     """Follows the page in a folder, with the environment that these tests run in."""
 
     def __init__(self, folder):
-        self.folder, self.ports, self.running, self.said = folder, free_ports(), [], []
+        self.folder, self.running, self.said = folder, [], []
+        self.ports = {port: str(free_port()) for port in PORTS}
         commands = folder / "bin"
         commands.mkdir()
         for name, what in {"python": "", "shoal": " -m shoal"}.items():

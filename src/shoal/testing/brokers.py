@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import MissingExtraError, PeerError
+from shoal.testing.zookeeper import free_port
 
 _START_S = 30.0
 
@@ -30,9 +31,7 @@ class RedisServer:
             raise MissingExtraError("redis-server is not on the PATH; install it with: apt-get install redis-server")
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            self.port = one.getsockname()[1]
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 

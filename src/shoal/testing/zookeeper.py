@@ -28,9 +28,11 @@ def zookeeper_unavailable() -> str:
 
 
 def free_port() -> int:
-    """Find a free port to listen on later. It is below the kernel's ephemeral range, so it stays free."""
+    """Find a free port to listen on later. It is below the kernel's ephemeral range, so it stays free; processes that
+    are started one after the other look in different parts, so that they do not find the same one."""
+    begin = 20000 + os.getpid() % 12 * 1000
     while True:
-        port = random.SystemRandom().randrange(20000, 32000)
+        port = begin + random.SystemRandom().randrange(1000)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
