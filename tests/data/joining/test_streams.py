@@ -319,9 +319,10 @@ def test_killed_at_any_time_nothing_is_missing_and_nothing_twice(tmp_path, redis
     texts = [messages(side) for side in sides]
     texts[1].insert(10, b"not json")
     reader = open_reader(out)
-    records, deadline = [], time.monotonic() + LIMIT_S
+    records = []
 
     def read(least):
+        deadline = time.monotonic() + LIMIT_S
         while len(records) < least and time.monotonic() < deadline:
             for chunk in reader.poll(1000, 0.05):
                 records.extend(chunk.records)

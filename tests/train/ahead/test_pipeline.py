@@ -22,17 +22,15 @@ DEADLINE_S = 60
 
 
 def pipeline_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("shoal-pipeline")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("shoal-pipeline")]
 
 
 @pytest.fixture(autouse=True)
 def no_thread_stays():
     yield
     gc.collect()
-    for _ in range(200):
-        if not pipeline_threads():
-            break
-        threading.Event().wait(0.05)
+    for thread in pipeline_threads():
+        thread.join(DEADLINE_S)
     assert pipeline_threads() == []
 
 
