@@ -218,6 +218,7 @@ def test_one_rank_keeps_its_input_and_the_task_its_attributes():
 
 
 def ranks_case(rank, world, folder):
+    sync_training_hooks.BROADCAST_LIMIT_S = 150.0
     results = {}
     for name, counts in (("uneven", [5, 3, 4]), ("even", [2, 2, 2]), ("empty", [1, 0, 2]), ("ones", [1, 1, 1])):
         task = EofAwareTask(Task(list(range(counts[rank]))))

@@ -270,7 +270,7 @@ def test_ranks_that_stop_together_end_at_once_and_one_that_goes_on_alone_is_told
         return [number for number, _ in zip(range(3), pipeline(make_batches(ranks.rank, 50)), strict=False)]
 
     assert raised(in_ranks(2, stops)) == [[0, 1, 2]] * 2
-    group = InProcessRanks.create_group(2, timeout_s=20)
+    group = InProcessRanks.create_group(2, timeout_s=200)
 
     def goes_on(ranks):
         left = 3 if ranks.rank == 0 else 50

@@ -19,7 +19,8 @@ def does_not_wait(monkeypatch):
     monkeypatch.setattr("shoal.train.loop.saving._ENDING_S", 0.0)
 
 
-def test_a_run_resumes_from_the_last_checkpoint_of_one_that_was_still_ending(data, tmp_path):
+def test_a_run_resumes_from_the_last_checkpoint_of_one_that_was_still_ending(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.train.loop.saving._ENDING_S", 200.0)
     run(settings(data, tmp_path / "other", train_dot_max_steps=4))
     out = tmp_path / "out"
     out.mkdir()
