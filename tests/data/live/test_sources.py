@@ -7,7 +7,8 @@ from contextlib import closing
 
 import pytest
 
-from shoal.data.live import is_live, open_reader, open_writer, parse_address
+from shoal.data.live import growing, is_live, open_reader, open_writer, parse_address
+from shoal.data.source import open_bytes
 from shoal.errors import ConfigError, DataError, PeerError
 
 LIMIT_S = 100
@@ -343,6 +344,20 @@ def test_a_directory_is_read_in_the_order_of_names_and_a_line_without_end_is_wai
     reader.close()
     with pytest.raises(ConfigError, match="no directory"):
         open_reader(f"dir:{tmp_path / 'none'}")
+
+
+def test_a_file_that_is_deleted_just_before_it_is_opened_is_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_bytes(b"1\n")
+    (tmp_path / "b.txt").write_bytes(b"2\n")
+
+    def late(path):
+        (tmp_path / "a.txt").unlink(missing_ok=True)
+        return open_bytes(path)
+
+    monkeypatch.setattr(growing, "open_bytes", late)
+    reader = open_reader(f"dir:{tmp_path}")
+    assert take(reader, 1)[0] == [b"2"]
+    reader.close()
 
 
 def test_a_line_that_a_killed_writer_left_half_written_is_removed(tmp_path):

@@ -108,9 +108,14 @@ class Tail:
     def read(self) -> bool:
         """Read more; return whether there was anything."""
         if self._file is None:
-            if not os.path.exists(self._path) or self._cut.offset >= REST:
+            if self._cut.offset >= REST:
                 return False
-            self._file = open_bytes(self._path)
+            try:
+                self._file = open_bytes(self._path)
+            except (ConfigError, OSError):
+                if os.path.exists(self._path):
+                    raise
+                return False  # it was deleted
             self._file.seek(self._cut.offset)
         block = self._file.read(_BLOCK)
         if block:
