@@ -6,6 +6,7 @@ twice on one of the servers.
 
 import collections
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -123,7 +124,10 @@ def commands():
 
 
 class Trainer:
-    """`shoal train` on some sources."""
+    """`shoal train` on some sources.
+
+    Its pipe is the smallest there is, so that however late we are, it is at most a few steps ahead of us.
+    """
 
     def __init__(self, out, sources, servers, *more, launch=0):
         settings = {
@@ -145,15 +149,17 @@ class Trainer:
             self.process = subprocess.Popen(shell, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True)
         else:
             self.process = Command(*self.arguments, stdout=subprocess.PIPE)
+        fcntl.fcntl(self.process.stdout, fcntl.F_SETPIPE_SZ, 4096)
         return self
 
     def until(self, steps):
         """Reads what it says until it has learnt so many steps."""
         seen = 0
-        for line in self.process.stdout:
-            seen += '"event": "progress"' in line  # lines are labelled with the rank
-            if seen >= steps:
-                return
+        with open(self.process.stdout.fileno(), "rb", buffering=0, closefd=False) as lines:
+            while line := lines.readline():
+                seen += b'"event": "progress"' in line  # lines are labelled with the rank
+                if seen >= steps:
+                    return
         raise AssertionError("it ended")
 
     def kill(self):
