@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,8 @@ def test_what_the_file_says_is_left_to_it(written):
     assert trainer.after == ("server-0", "server-1")
     assert "--shard 1 --of 2" in found["server-1"].command
     assert found["replica-2"].command.endswith("--registry zk://z:2181 --wait-s 600 --workers 4")
-    ports = [place.ports for place in LocalLauncher().places(online).values()]
+    with closing(LocalLauncher()) as launcher:
+        ports = [place.ports for place in launcher.places(online).values()]
     assert [each["rest"] for each in ports if "rest" in each] == [8501, 8502, 8503]
 
 

@@ -67,14 +67,14 @@ def held(folder: str, name: str, reason: str, *, timeout_s: float = 180.0) -> It
 
 def follow(paths: Mapping[str, str], every_s: float = 0.2) -> Iterator[tuple[str, str]]:
     """(process, line) for each new line in the logs, also when a log is rotated."""
-    places = {name: (_inode(path), _size(path)) for name, path in paths.items()}
+    places = {name: _place(path) for name, path in paths.items()}
     while True:
         for name, path in paths.items():
             inode, at = places[name]
-            if _inode(path) != inode:
-                inode, at = _inode(path), 0
             try:
                 with open(path, "rb") as file:
+                    if (now := os.fstat(file.fileno()).st_ino) != inode:
+                        inode, at = now, 0
                     file.seek(at)
                     found = file.read()
             except FileNotFoundError:
@@ -85,15 +85,10 @@ def follow(paths: Mapping[str, str], every_s: float = 0.2) -> Iterator[tuple[str
         time.sleep(every_s)
 
 
-def _inode(path: str) -> int:
+def _place(path: str) -> tuple[int, int]:
+    """(inode of a file, its size)."""
     try:
-        return os.stat(path).st_ino
+        found = os.stat(path)
     except FileNotFoundError:
-        return 0
-
-
-def _size(path: str) -> int:
-    try:
-        return os.path.getsize(path)
-    except FileNotFoundError:
-        return 0
+        return 0, 0
+    return found.st_ino, found.st_size

@@ -32,14 +32,13 @@ def only_one(folder: str) -> Iterator[None]:
     os.makedirs(folder, exist_ok=True)
     fd = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
-            raise ConfigError(
-                f"`shoal up` is already running in {folder} as process {pid}; stop it with `shoal up stop`, or give "
-                "this one another [up] dir"
-            ) from None
+        while not _lock(fd, fcntl.LOCK_EX):
+            if (pid := holder(folder)) is not None:
+                raise ConfigError(
+                    f"`shoal up` is already running in {folder} as process {pid or 'unknown'}; stop it with "
+                    "`shoal up stop`, or give this one another [up] dir"
+                )
+            time.sleep(0.01)  # another command is only looking
         os.ftruncate(fd, 0)
         os.write(fd, str(os.getpid()).encode())
         yield
@@ -54,13 +53,21 @@ def holder(folder: str) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if _lock(fd, fcntl.LOCK_SH):
+            return None
         text = os.read(fd, 32).decode(errors="replace").strip()
         return int(text) if text.isdecimal() else 0
     finally:
         os.close(fd)
-    return None
+
+
+def _lock(fd: int, kind: int) -> bool:
+    """Take a lock if that is possible at once."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write_state(folder: str, state: dict[str, Any]) -> None:

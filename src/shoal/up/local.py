@@ -83,12 +83,17 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """Starts processes on this machine, on the ports in the file, or else on free ones."""
+    """Starts processes on this machine, on the ports in the file, or else on free ones, held until `close`."""
+
+    def __init__(self) -> None:
+        self._held: list[socket.socket] = []
 
     def places(self, online: Online) -> Places:
         kinds = names_of(online)
         fixed = {name: fixed_ports(online, name, kind) for name, kind in kinds.items()}
-        free = iter(free_ports(sum(len(PORTS[kind]) for kind in kinds.values())))
+        held = hold_ports(sum(len(PORTS[kind]) for kind in kinds.values()))
+        self._held += held
+        free = iter([one.getsockname()[1] for one in held])
         found = {}
         for name, kind in kinds.items():
             host = online.replicas.host if kind == "replica" else "127.0.0.1"
@@ -101,7 +106,9 @@ class LocalLauncher:
         return LocalProcess(process.arguments, log)
 
     def close(self) -> None:
-        pass
+        for one in self._held:
+            one.close()
+        self._held.clear()
 
 
 def fixed_ports(online: Online, name: str, kind: Kind) -> Mapping[str, int]:
@@ -116,13 +123,17 @@ def fixed_ports(online: Online, name: str, kind: Kind) -> Mapping[str, int]:
     return found
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that are free now."""
-    sockets = [socket.socket() for _ in range(count)]
+def hold_ports(count: int, host: str = "127.0.0.1") -> list[socket.socket]:
+    """Sockets bound to free ports. They do not listen, so servers can use the ports, which no other program is given,
+    also not between two starts of a server."""
+    sockets: list[socket.socket] = []
     try:
-        for one in sockets:
+        for _ in range(count):
+            sockets.append(one := socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind((host, 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
+    except OSError:
         for one in sockets:
             one.close()
+        raise
+    return sockets

@@ -8,12 +8,13 @@ on the same node and ports. Checkpoints, exports and a registry in a folder must
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 from shoal.errors import DeadlineError, PeerError, missing_extra
 from shoal.up.config import Online
 from shoal.up.files import Log
-from shoal.up.local import fixed_ports, free_ports
+from shoal.up.local import fixed_ports, hold_ports
 from shoal.up.plan import PORTS, Place, Places, Process, check_network, names_of
 
 PLACE_S = 120.0
@@ -35,13 +36,16 @@ class _Host:
     def __init__(self, folder: str) -> None:
         os.chdir(folder)
         self._process: Any = None
+        self._held: list[socket.socket] = []
         self._lines: list[str] = []
 
     def about(self, ports: int) -> tuple[str, str, list[int]]:
-        """(address of the node, its id, ports that are free there)."""
+        """(address of the node, its id, ports that are free there and stay so until this actor ends)."""
         import ray
 
-        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), free_ports(ports, "0.0.0.0")
+        self._held = hold_ports(ports, "0.0.0.0")
+        numbers = [one.getsockname()[1] for one in self._held]
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), numbers
 
     def start(self, arguments: tuple[str, ...]) -> int:
         from shoal.up.local import LocalProcess
