@@ -1,8 +1,10 @@
 """One conformance suite for registries: over a fake client, in a directory of files, in a real ZooKeeper."""
 
+import os
 import threading
 import time
 import uuid
+from pathlib import Path
 
 import pytest
 
@@ -304,6 +306,28 @@ def test_a_session_without_heartbeat_loses_its_values_in_a_directory(tmp_path):
     two.start()
     eventually(lambda: two.get("/e") is None)
     two.stop()
+
+
+def test_a_value_that_is_written_while_it_is_read_is_told_once(tmp_path, monkeypatch):
+    registry = DirectoryRegistry(tmp_path, session_timeout=60, poll_interval=60)
+    registry.start()
+    registry.put("/d", b"0")
+    seen, stat, fstat = [], Path.stat, os.fstat
+    registry.watch("/d", lambda value, event: seen.append(value))
+    (watch,) = registry._watches
+
+    def then_written(look, *arguments):
+        monkeypatch.undo()
+        found = look(*arguments)
+        registry.put("/d", b"1")
+        return found
+
+    monkeypatch.setattr(Path, "stat", lambda path: then_written(stat, path))
+    monkeypatch.setattr(os, "fstat", lambda file: then_written(fstat, file))
+    for _ in range(3):
+        registry._check_watch(watch)
+    registry.stop()
+    assert seen == [b"0", b"1"]
 
 
 def test_a_path_cannot_leave_the_directory(tmp_path):

@@ -110,10 +110,10 @@ class DirectoryStore:
 
     def get(self, path: str) -> tuple[bytes, tuple[int, int]] | None:
         """(a node's value, a stamp that changes whenever it is written), or None."""
-        data = self._folder(path) / _DATA
         try:
-            stamp = data.stat()
-            return data.read_bytes(), (stamp.st_mtime_ns, stamp.st_ino)
+            with open(self._folder(path) / _DATA, "rb") as file:  # a write replaces the file
+                stamp = os.fstat(file.fileno())
+                return file.read(), (stamp.st_mtime_ns, stamp.st_ino)
         except FileNotFoundError:
             return None
 
