@@ -72,6 +72,7 @@ def run_ranks(
         setup = {
             "port": store.port,
             "backend": backend,
+            "timeout_s": timeout_s,
             "group_timeout_s": group_timeout_s or timeout_s,
             "folder": folder,
             "env": dict(os.environ),
@@ -179,8 +180,17 @@ def _work(rank: int, world_size: int, setup: dict[str, Any], call: bytes) -> Any
 
     torch.set_num_threads(1)
     if setup["backend"] is not None:
+        patience = timedelta(seconds=setup["timeout_s"])  # one process may start much later than another
         timeout = timedelta(seconds=setup["group_timeout_s"])
-        store = collectives.tcp_store(setup["port"], timeout)
+        store = collectives.tcp_store(setup["port"], patience)
+
+        def all_reach(place: str) -> None:
+            part = collectives.part_of(store, f"run_ranks_{place}")
+            part.set(str(rank), "")
+            part.wait([str(r) for r in range(world_size)], patience)
+
+        all_reach("start")
+        store.set_timeout(timeout)
         collectives.start(
             setup["backend"],
             store=collectives.part_of(store, "run_ranks"),
@@ -189,8 +199,6 @@ def _work(rank: int, world_size: int, setup: dict[str, Any], call: bytes) -> Any
             timeout=timeout,
         )
         # A group starts on one rank before the others have finished connecting to it, and ending it then fails them.
-        started = collectives.part_of(store, "run_ranks_started")
-        started.set(str(rank), "")
-        started.wait([str(r) for r in range(world_size)], timeout)
+        all_reach("started")
     fn, args, kwargs = unpack_call(call)
     return fn(rank, world_size, *args, **kwargs)
