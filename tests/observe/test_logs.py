@@ -161,7 +161,7 @@ def test_a_caller_that_asks_too_often_is_refused_and_others_are_not(front):
     security = ServerSecurity(tokens={"crawler": "t1", "shop": "t2"})
     limits = {"shop": 0.0}
     server = ModelServer(
-        "127.0.0.1:0", "127.0.0.1:0", security=security, front=front, rate_limit=3.0, rate_limits=limits
+        "127.0.0.1:0", "127.0.0.1:0", security=security, front=front, rate_limit=0.05, rate_limits=limits
     ).start()
     try:
         server.serve_tables("m", {"u": test_hash_table(2, name_suffix=f"rates_{front}")})

@@ -158,7 +158,7 @@ PATHS = ["/", "/metrics", "/status.json", "/targets.json", "/v1/models/m", "/v1/
 METHODS = ["PredictionService/Predict", "ModelService/GetModelStatus", "ModelService/HandleReloadConfigRequest"]
 
 def http_answers(port, token):
-    for connect in (lambda: http.client.HTTPConnection(host, port, timeout=5),
+    for connect in (lambda: http.client.HTTPConnection(host, port, timeout=20),
                     lambda: http.client.HTTPSConnection(host, port, timeout=20, context=trusting)):
         for path in PATHS:
             try:
@@ -174,7 +174,7 @@ def grpc_answers(port, token):
         for method in METHODS:
             try:
                 channel.unary_unary(f"/tensorflow.serving.{method}")(
-                    b"", timeout=10, metadata=[("authorization", f"Bearer {token}")] if token else [])
+                    b"", timeout=60, metadata=[("authorization", f"Bearer {token}")] if token else [])
                 yield method, "OK"
             except grpc.RpcError as error:
                 yield method, error.code().name
@@ -183,7 +183,7 @@ def grpc_answers(port, token):
 
 def rows_answer(port):
     try:
-        with PsClient([f"tcp://{host}:{port}"], deadline=timedelta(seconds=2)) as client:
+        with PsClient([f"tcp://{host}:{port}"], deadline=timedelta(seconds=5)) as client:
             return client.info()
     except Exception:
         return None

@@ -150,7 +150,8 @@ def test_bad_data_trips_the_guard_and_a_roll_back_restores_the_answers(folder, c
         assert separation() > 0.6
         assert main(["up", "status", "ctr.toml", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["guard"] is None
-        assert main(["top", "--up", "ctr.toml", "--once", "--json", "--interval", "0.1"]) == 1  # the trainer is done
+        once = ["--once", "--json", "--interval", "0.1", "--timeout", "60"]
+        assert main(["top", "--up", "ctr.toml", *once]) == 1  # the trainer is done
         top = {one["notes"]["process"]: one for one in json.loads(capsys.readouterr().out)}
         assert top["replica-0"]["notes"]["restarts"] == 1
         assert (top["server-0"]["up"], top["trainer"]["why"]) == (True, "trainer done: it has finished")

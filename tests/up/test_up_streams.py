@@ -172,7 +172,7 @@ def test_impressions_and_clicks_become_live_predictions_and_a_killed_joiner_cont
             while not likes[1] < 0.2 < 0.8 < likes[0]:
                 assert time.monotonic() < end, likes
                 time.sleep(0.2)
-                answer = client.predict({"user": ["u1", "u2"], "item": ["i1", "i2"]})
+                answer = client.predict({"user": ["u1", "u2"], "item": ["i1", "i2"]}, deadline=DEADLINE_S)
                 likes = answer["probability"].tolist()
         assert len(set(requests)) == len(requests)
         assert positives == IMPRESSIONS // 2

@@ -410,12 +410,12 @@ def test_an_address_that_refuses_is_passed_over(serve, refused, metrics):
 
 def test_nobody_there_is_told_at_the_deadline_or_after_the_retries(refused):
     address = refused()
-    with Client(address, model="m", deadline=0.5) as client:
+    with Client(address, model="m", deadline=2.0) as client:
         begin = time.monotonic()
         with pytest.raises(StatusError, match=address) as failure:
             client.predict({"user": [1]})
         assert failure.value.code == Code.UNAVAILABLE
-        assert time.monotonic() - begin >= 0.5
+        assert time.monotonic() - begin >= 2.0
     with Client(address, model="m", deadline=WAIT, retries=1) as client, pytest.raises(StatusError, match=address):
         client.predict({"user": [1]})
 
@@ -423,7 +423,7 @@ def test_nobody_there_is_told_at_the_deadline_or_after_the_retries(refused):
 def test_a_server_that_hangs_costs_part_of_the_deadline_and_another_one_answers(serve):
     hangs, server = Recorder(waits=True), serve()
     try:
-        with Client([hangs.address, server.address], model="m", deadline=4.0) as client:
+        with Client([hangs.address, server.address], model="m", deadline=12.0) as client:
             client._forms["serving_default"] = Forms({})
             inputs = {"user": torch.tensor([[1]]), "price": torch.tensor([[0.0, 1.0]])}
             for _ in range(6):

@@ -21,6 +21,7 @@ from shoal.serving import (
     ReloadConfigResponse,
     set_address_table,
 )
+from shoal.serving.client import sub_graphs
 from shoal.serving.export.manifest import Manifest
 from shoal.serving.server import loading
 from shoal.table import test_hash_table
@@ -130,7 +131,8 @@ def test_shoal_serve_follows_exports_with_all_sub_graphs(serve, tmp_path):  # no
     eventually(lambda: score(client) == [80.0, 80.0])
 
 
-def test_an_entry_waits_for_shards_that_are_loaded_once(serve, tmp_path):  # noqa: F811
+def test_an_entry_waits_for_shards_that_are_loaded_once(serve, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(sub_graphs, "ASK_SECS", 60.0)
     export_version(tmp_path, 1)
     shards, _ = serve(subs_of(tmp_path, "latest_once"), poll=0.05)
     entries, client = serve(subs_of(tmp_path, "latest_once"), poll=0)

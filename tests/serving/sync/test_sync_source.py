@@ -22,7 +22,7 @@ from shoal.serving.sync.monolith.handle import SyncClientHandle
 from shoal.stamps import Stamp
 from shoal.table import test_hash_table
 from tests.serving.helpers import eventually
-from tests.serving.sync.test_online import commands  # noqa: F401  (the fixture)
+from tests.serving.sync.test_online import commands, patient  # noqa: F401  (the fixture)
 from tests.serving.sync.test_sync_client import step
 
 pytestmark = pytest.mark.timeout(600)
