@@ -51,7 +51,7 @@ def test_rows_are_answered_in_their_order(address, capsys, monkeypatch, tmp_path
     (tmp_path / "rows").write_text("\n".join(lines) + "\n\n")
     with (tmp_path / "rows").open() as rows:
         monkeypatch.setattr("sys.stdin", rows)
-        assert main(["predict", address, "--model", "m", "--output", "score"]) == 0
+        assert main(["predict", address, "--model", "m", "--output", "score", "--deadline", "200"]) == 0
     out = [json.loads(line)["score"] for line in capsys.readouterr().out.splitlines()]
     assert len(out) == 1000
     for n in (0, 7, 512, 999):
