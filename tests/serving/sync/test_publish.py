@@ -116,8 +116,9 @@ class Slow(torch.optim.Optimizer):
                 time.sleep(0.002)
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 0.03], ids=["", "steps longer than a period"])
 @pytest.mark.parametrize("together", [True, False], ids=["one optimizer", "two optimizers"])
-def test_rounds_by_the_clock_have_rows_and_weights_of_one_step(tmp_path, together):
+def test_rounds_by_the_clock_have_rows_and_weights_of_one_step(tmp_path, together, pause_s):
     table, net = make(), Torn()
     tool = ModelExporter(tmp_path / "m", model_name="m", net=net, features={"user": Feature(slot="user")})
     tool.export([[make()]], global_step=0)
@@ -128,9 +129,12 @@ def test_rounds_by_the_clock_have_rows_and_weights_of_one_step(tmp_path, togethe
             seen, steps = [], 0
             while publication.status()[0].rounds < 25 or steps < 50:
                 step(table, 1)
+                time.sleep(pause_s)
                 for optimizer in optimizers:
                     optimizer.step()
                 steps += 1
+                if steps == 1:  # until an optimizer has stepped, a round may come within a step
+                    publication.flush()
                 seen += scores(server, [1])
                 assert steps < 3000
             assert set(seen) == {0.0}

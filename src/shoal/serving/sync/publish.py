@@ -143,9 +143,10 @@ class Publication:
             if self.paced and not nudged:
                 continue
             next_at = max(next_at + self._every_s, time.monotonic())
-            steps = self._boundaries
-            made = steps is not None and steps.stepping() and self._due.ask(self._every_s)
-            if not made and not self._stop.is_set():  # no optimizer step ran the round
+            steps, made = self._boundaries, False
+            while not made and not self._stop.is_set() and steps is not None and steps.stepping():
+                made = self._due.ask(self._every_s)
+            if not made and not self._stop.is_set():  # no optimizer has stepped for a while
                 self._try_round()
 
     def _try_round(self) -> None:
@@ -199,8 +200,8 @@ def publish(
         model: the name under which replicas serve it.
         every: time between rounds, such as ``"1s"``. A round that is due is copied by the training thread at the end of
             a step of a torch optimizer that changes the net, so its rows and weights are of the same step; if no
-            optimizer steps for that long, a background thread copies it. None: call `Publication.round` between two
-            steps yourself.
+            optimizer has stepped for five seconds, a background thread copies it. None: call `Publication.round`
+            between two steps yourself.
         net: the module whose weights are in the export, under its parameter names; by default the model.
         name: this source's name, unique among the model's sources.
         run: the number of this run (`shoal.stamps.new_run`).
