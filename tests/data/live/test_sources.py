@@ -1,5 +1,6 @@
 """The rules of every live source (add a new source to `place`), and the tests of each one."""
 
+import math
 import os
 import threading
 import time
@@ -7,7 +8,8 @@ from contextlib import closing
 
 import pytest
 
-from shoal.data.live import growing, is_live, open_reader, open_writer, parse_address
+from shoal.data import Schema, make_format
+from shoal.data.live import LiveStream, growing, is_live, open_reader, open_writer, parse_address
 from shoal.data.source import open_bytes
 from shoal.errors import ConfigError, DataError, PeerError
 
@@ -180,6 +182,32 @@ def test_redis_that_is_killed_is_waited_for_and_nothing_is_lost(redis_server):
     assert take(reader, 30)[0] == numbered(10, 40)
     reader.close()
     writer.close()
+
+
+def test_a_stream_does_not_end_while_redis_is_away(redis_server):
+    place, schema = (redis_server.address("away"), None), Schema(label="click", sparse=("user",))
+    append(place, [b'{"click": 1, "user": ["a"]}'] * 3)
+    stream = LiveStream(
+        [place[0]],
+        make_format("json", schema),
+        schema,
+        format_name="json",
+        batch_size=3,
+        max_wait_s=math.inf,
+        idle_s=0.3,
+    )
+    batches = iter(stream)
+    try:
+        assert len(next(batch for batch in batches if len(batch))) == 3
+        redis_server.kill()
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            assert len(next(batches)) == 0  # it would have ended
+        redis_server.start()
+        append(place, [b'{"click": 0, "user": ["b"]}'] * 4)
+        assert [len(batch) for batch in batches if len(batch)] == [3, 1]
+    finally:
+        stream.close()
 
 
 def test_redis_that_stays_away_is_an_error_after_away_s(tmp_path):

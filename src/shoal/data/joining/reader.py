@@ -70,7 +70,11 @@ class JoinReader:
         records = [one.records for one in lags if one.records is not None]
         seconds = [one.seconds for one in lags if one.seconds is not None]
         waiting = self._log.count - self._next
-        return Lag(sum(records) + waiting if len(records) == 2 else None, max(seconds) if len(seconds) == 2 else None)
+        return Lag(
+            sum(records) + waiting if len(records) == 2 else None,
+            max(seconds) if len(seconds) == 2 else None,
+            all(one.reachable for one in lags),
+        )
 
     @property
     def ended(self) -> bool:

@@ -241,7 +241,7 @@ class GrowingReader:
                 return Lag(0, 0.0)
             changed = os.path.getmtime(self._folder.full(self._current or str(following)))
         except OSError:
-            return Lag()
+            return Lag(reachable=False)
         return Lag(None, max(0.0, time.time() - changed))
 
     def close(self) -> None:

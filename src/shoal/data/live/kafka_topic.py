@@ -118,6 +118,8 @@ class KafkaReader:
             log.warning("%s: offsets could not be committed (%s); retrying later", self._address, error)
 
     def lag(self) -> Lag:
+        if self._down is not None:
+            return Lag(reachable=False)
         records = 0
         for partition, offset in self._next.items():
             try:
@@ -125,7 +127,7 @@ class KafkaReader:
                 if high < 0:
                     _, high = self._consumer.get_watermark_offsets(self._at(partition), timeout=_ASK_S)
             except self._kafka.KafkaException:
-                return Lag()
+                return Lag(reachable=False)
             records += max(0, high - offset)
         if not records:
             return Lag(0, 0.0)

@@ -51,6 +51,8 @@ class Lag:
     records: int | None = None
     seconds: float | None = None
     """The age of the last record read; 0 for a reader at the end."""
+    reachable: bool = True
+    """Whether the source answers."""
 
 
 class Reader(Protocol):

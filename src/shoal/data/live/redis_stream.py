@@ -218,7 +218,7 @@ class RedisReader:
         try:
             info = self._calls.info(wait=False)
         except self._calls.lost:
-            return Lag()
+            return Lag(reachable=False)
         if not info:
             return Lag(0, 0.0)
         newest = _id(info["last-generated-id"].decode(), self._address)

@@ -110,7 +110,11 @@ class Sources:
                 emit_store("stream_lag_seconds", lag.seconds, f"source={one.name}")
         records = [one.records for one in each if one.records is not None]
         seconds = [one.seconds for one in each if one.seconds is not None]
-        return Lag(sum(records) if len(records) == len(each) else None, max(seconds, default=None))
+        return Lag(
+            sum(records) if len(records) == len(each) else None,
+            max(seconds, default=None),
+            all(one.reachable for one in each),
+        )
 
     def acknowledge(self, positions: Mapping[str, Any]) -> None:
         """Tell the sources what is stored safely."""

@@ -38,7 +38,7 @@ class LiveStream:
     Args:
         sources: addresses (`shoal.data.live.parse_address`); several are read in turn.
         max_wait_s: how long a partial batch waits for more records; infinite for full batches only.
-        idle_s: the iteration ends after waiting this long for a record; None: never.
+        idle_s: the iteration ends after waiting this long for a record, if all sources answer; None: never.
         dead_letters: a file for messages that cannot be read.
         journal: a file that records which records made which batch, so that a resumed run makes the same batches.
         on_bad: called with each message that cannot be read.
@@ -396,7 +396,8 @@ class LiveStream:
 
     def _ended(self, quiet_s: float) -> bool:
         if self.idle_s is not None and quiet_s >= self.idle_s:
-            return not self._measure().records  # a source that has records but returns none is slow or unreachable
+            lag = self._measure()
+            return lag.reachable and not lag.records  # a source that has records but returns none is slow
         return self._sources.ended
 
     # --- periodic work ------------------------------------------------------------------------------------------------

@@ -61,7 +61,8 @@ class DataConfig:
     """For live sources: how long a partial batch waits for more records; inf for full batches only. Lower it when
     replicas get updates too late, raise it when batches are too small."""
     idle_s: float | None = None
-    """For live sources: the run ends after waiting this long for a record; by default it waits forever."""
+    """For live sources: the run ends after waiting this long for a record, if they answer; by default it waits
+    forever."""
     dead_letters: str | None = None
     """A file for messages that cannot be read; by default dead-letters.jsonl in ``out.dir``."""
     options: dict[str, Any] = field(default_factory=dict)
