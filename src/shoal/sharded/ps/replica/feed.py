@@ -155,7 +155,8 @@ class Feed:
         """Records up to this one are as durable as configured."""
         if self.ack is Ack.LOCAL:
             return 1 << 62
-        return min((self.followers[name].after for name in self.counted if name in self.followers), default=1 << 62)
+        counted = tuple(self.counted)  # another thread may change it meanwhile
+        return min((self.followers[name].after for name in counted if name in self.followers), default=1 << 62)
 
     @property
     def waiting(self) -> bool:

@@ -281,7 +281,7 @@ class Replication:
                 and self.board.change(state, after := joined(state, follower))
             ):
                 log.info("shard %d: follower %s is in sync", self._engine.shard.index, follower)
-                state = after
+                self._state = state = after
         for follower in state.in_sync:
             if follower == self.name:
                 continue
@@ -294,10 +294,9 @@ class Replication:
                     self._engine.shard.index,
                     follower,
                 )
-                state = after
+                self._state = state = after  # before the writes that waited for the follower are answered
                 feed.counted.discard(follower)
                 feed.wake()
-        self._state = state
 
     def _is_late(self, follower: Follower, now: float) -> bool:
         """Whether a follower is silent, or keeps asking for the same records."""
