@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import traceback
 
 import pytest
@@ -125,8 +126,15 @@ def test_a_lane_is_closed_with_or_without_what_waits():
         lane.submit(lambda: started.set() or go.wait(DEADLINE_S))  # noqa: B023
         waiting = lane.submit(lambda: done.append(1))  # noqa: B023
         assert started.wait(DEADLINE_S)
-        threading.Timer(0.05, go.set).start()
-        lane.close(finish=finish)
+        closing = threading.Thread(target=lane.close, kwargs={"finish": finish})
+        closing.start()
+        end = time.monotonic() + DEADLINE_S
+        while not (lane._closed if finish else lane.error):  # the running task ends only then
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        assert closing.is_alive()  # it waits for the running task
+        go.set()
+        closing.join(DEADLINE_S)
         if finish:
             assert done == [1]
         else:

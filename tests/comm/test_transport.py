@@ -300,9 +300,12 @@ def closed_and_dropped(rank, world):
     t.close()
     gone = weakref.ref(t)
     del t
-    eventually(lambda: gone() is None)
-    names = {thread.name for thread in threading.enumerate()}
-    return sorted(name for name in names if name.startswith("shoal-"))
+
+    def own_threads():
+        return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("shoal-"))
+
+    eventually(lambda: gone() is None and not own_threads())  # a thread lives a moment longer than what it works on
+    return own_threads()
 
 
 def test_a_closed_transport_keeps_neither_threads_nor_its_group():

@@ -504,11 +504,12 @@ def test_a_full_disk_makes_writers_wait_and_nothing_is_lost(servers, tmp_path, m
     [server] = servers(1, "log", tmp_path)
     with PsClient([server.address], deadline=LONG) as client:
         table = ps_table(client, 1, name="t", optimizer="sgd", lr=1.0, initializer="zeros")
-        real, full = os.pwritev, threading.Event()
+        real, full, refused = os.pwritev, threading.Event(), []
         full.set()
 
         def pwritev(fd, parts, offset):
             if full.is_set():
+                refused.append(offset)
                 raise OSError(28, "No space left on device")
             return real(fd, parts, offset)
 
@@ -525,9 +526,14 @@ def test_a_full_disk_makes_writers_wait_and_nothing_is_lost(servers, tmp_path, m
             table.apply_gradients(T([1]), T([[1.0]]))
 
         told(apply_within, "No space left")
+        before, end = len(refused), time.monotonic() + 60
+        waiting = threading.Thread(target=apply_within, args=[LONG])
+        waiting.start()
+        while len(refused) < before + 2:  # the abandoned write may be under way once more, the next one comes after it
+            assert time.monotonic() < end
+            time.sleep(0.005)
         full.clear()
-        client.deadline = LONG
-        table.apply_gradients(T([1]), T([[1.0]]))
+        waiting.join(60)
         assert table.lookup(T([1])).item() == -2  # abandoned writes were never applied
 
 
