@@ -80,14 +80,19 @@ class RayServers:
         if not ray.is_initialized():
             raise ConfigError("RayServers: connect to a cluster first, with ray.init()")
         self._start_within = start_within
-        ports = list(ports) if ports is not None else _free_ports(count)
+        self._held = [] if ports is not None else hold_ports(count)
+        ports = list(ports) if ports is not None else [one.getsockname()[1] for one in self._held]
         options = {
             "durability": durability, "directory": directory, "host": host, "ports": ports, "keys": keys,
             "insecure": insecure, "checkpoint_every": checkpoint_every,
         }  # fmt: skip
-        actor = ray.remote(_Server).options(max_restarts=-1, max_task_retries=-1, **(resources or {"num_cpus": 1}))
-        self.actors = [actor.remote(i, count, options) for i in range(count)]
-        self.addresses: list[str] = self._ask("address")
+        try:
+            actor = ray.remote(_Server).options(max_restarts=-1, max_task_retries=-1, **(resources or {"num_cpus": 1}))
+            self.actors = [actor.remote(i, count, options) for i in range(count)]
+            self.addresses: list[str] = self._ask("address")
+        except BaseException:
+            self._release_ports()
+            raise
 
     def _ask(self, method: str) -> list[Any]:
         ray = _ray()
@@ -123,6 +128,11 @@ class RayServers:
         ray.wait(calls, num_returns=len(calls), timeout=30)
         for actor in self.actors:
             ray.kill(actor)
+        self._release_ports()
+
+    def _release_ports(self) -> None:
+        for one in self._held:
+            one.close()
 
     def __enter__(self) -> RayServers:
         return self
@@ -131,12 +141,11 @@ class RayServers:
         self.close()
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+def hold_ports(count: int) -> list[socket.socket]:
+    """Sockets bound to free ports. They do not listen, so servers can use the ports, which no other program gets."""
+    sockets = []
+    for _ in range(count):
+        sockets.append(one := socket.socket())
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(("127.0.0.1", 0))
+    return sockets
