@@ -234,7 +234,7 @@ def test_slices_with_different_ids_are_refused_on_all_ranks(tmp_path):
             table.table.clear()
         table.save(tmp_path)
 
-    errors = in_ranks(2, save, timeout_s=10.0)
+    errors = in_ranks(2, save)
     assert {type(error) for error in errors} == {DataError, PeerError}
     assert "save failed on rank(s) 1; see their logs" in " ".join(map(str, errors))
 
