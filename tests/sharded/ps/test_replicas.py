@@ -35,6 +35,7 @@ from tests.sharded.helpers import LONG, told
 
 T = torch.tensor
 WITHIN_S = 60.0
+SESSION_S = 30.0
 SHORT = timedelta(seconds=2)
 """A leader's patience where a follower has to fall out of sync."""
 
@@ -231,7 +232,7 @@ def group(tmp_path):
     made = []
 
     def board():
-        return RegistryBoard(DirectoryRegistry(tmp_path / "registry", WITHIN_S, 0.05), "g", 0, WITHIN_S)
+        return RegistryBoard(DirectoryRegistry(tmp_path / "registry", SESSION_S, 0.05), "g", 0, SESSION_S)
 
     def make(name, **options):
         server = Server(tmp_path / name, board, **options)
