@@ -1,5 +1,6 @@
-"""Differences between environments: torch's default device, and whether the CPU can multiply bfloat16 matrices."""
+"""What differs between machines: torch's default device, whether the CPU can multiply bfloat16 matrices, free ports."""
 
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -41,3 +42,19 @@ def require_bfloat16(setting: str) -> None:
             f"{setting}: torch cannot multiply bfloat16 matrices on this CPU, whose AMX instructions do not work; set "
             "the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, which keeps torch from using them"
         )
+
+
+def hold_ports(count: int, host: str = "127.0.0.1") -> list[socket.socket]:
+    """Sockets bound to free ports. They do not listen, so servers can use the ports, which no other program is given,
+    also not between two starts of a server."""
+    sockets: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            sockets.append(one := socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind((host, 0))
+    except OSError:
+        for one in sockets:
+            one.close()
+        raise
+    return sockets

@@ -1,15 +1,13 @@
-"""The folder of `shoal up` and its ports: one supervisor at a time, whoever else looks."""
+"""The folder of `shoal up`: one supervisor at a time, whoever else looks."""
 
 import fcntl
 import os
-import socket
 import threading
 
 import pytest
 
 from shoal.errors import ConfigError
 from shoal.up.files import LOCK, holder, only_one
-from shoal.up.local import hold_ports
 
 
 def test_a_folder_has_one_supervisor_and_commands_that_look_at_it_are_none(tmp_path):
@@ -25,17 +23,3 @@ def test_a_folder_has_one_supervisor_and_commands_that_look_at_it_are_none(tmp_p
     threading.Timer(0.2, os.close, (looks,)).start()
     with only_one(folder):
         assert holder(folder) == os.getpid()
-
-
-def test_ports_are_kept_for_the_servers_that_will_use_them():
-    held = hold_ports(3)
-    try:
-        for port in [one.getsockname()[1] for one in held]:
-            with socket.socket() as other, pytest.raises(OSError, match="in use"):
-                other.bind(("127.0.0.1", port))
-            for _ in range(2):  # a server that is started again
-                with socket.create_server(("127.0.0.1", port)) as server:
-                    socket.create_connection(server.getsockname()).close()
-    finally:
-        for one in held:
-            one.close()

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from shoal.errors import ConfigError
+from shoal.host import hold_ports
 from shoal.up.config import Online
 from shoal.up.files import Log
 from shoal.up.plan import PORTS, Kind, Place, Places, Process, names_of
@@ -121,19 +122,3 @@ def fixed_ports(online: Online, name: str, kind: Kind) -> Mapping[str, int]:
     if too_large := [port for port in found.values() if port > 65535]:
         raise ConfigError(f"{online.file}: [replicas] ports must be at most 65535, got {too_large[0]} for {name}")
     return found
-
-
-def hold_ports(count: int, host: str = "127.0.0.1") -> list[socket.socket]:
-    """Sockets bound to free ports. They do not listen, so servers can use the ports, which no other program is given,
-    also not between two starts of a server."""
-    sockets: list[socket.socket] = []
-    try:
-        for _ in range(count):
-            sockets.append(one := socket.socket())
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind((host, 0))
-    except OSError:
-        for one in sockets:
-            one.close()
-        raise
-    return sockets

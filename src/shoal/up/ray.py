@@ -12,9 +12,10 @@ import socket
 from typing import Any
 
 from shoal.errors import DeadlineError, PeerError, missing_extra
+from shoal.host import hold_ports
 from shoal.up.config import Online
 from shoal.up.files import Log
-from shoal.up.local import fixed_ports, hold_ports
+from shoal.up.local import fixed_ports
 from shoal.up.plan import PORTS, Place, Places, Process, check_network, names_of
 
 PLACE_S = 120.0

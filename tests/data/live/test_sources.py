@@ -1,5 +1,6 @@
 """The rules of every live source (add a new source to `place`), and the tests of each one."""
 
+import gzip
 import math
 import os
 import threading
@@ -10,6 +11,7 @@ import pytest
 
 from shoal.data import Schema, make_format
 from shoal.data.live import LiveStream, growing, is_live, open_reader, open_writer, parse_address
+from shoal.data.live.protocol import Lag
 from shoal.data.source import open_bytes
 from shoal.errors import ConfigError, DataError, PeerError
 
@@ -386,6 +388,52 @@ def test_a_file_that_is_deleted_just_before_it_is_opened_is_passed_over(tmp_path
     reader = open_reader(f"dir:{tmp_path}")
     assert take(reader, 1)[0] == [b"2"]
     reader.close()
+
+
+def test_gzip_that_is_still_written_is_read_as_it_grows(tmp_path):
+    place, packed = f"dir:{tmp_path}", gzip.compress(b"".join(b"%d\n" % i for i in range(50_000)))
+    (tmp_path / "a.gz").touch()
+    with closing(open_reader(place)) as reader:
+        assert reader.poll(10, 0.1) == []
+        (tmp_path / "a.gz").write_bytes(packed[: len(packed) // 2])
+        records, positions = take(reader, 1000)
+        records += (rest := reader.poll(100_000, 1.0))[0].records
+        while rest := reader.poll(100_000, 0.1):
+            records += rest[0].records
+        assert 1000 < len(records) < 50_000
+        assert reader.lag().records is None
+        with open(tmp_path / "a.gz", "ab") as file:
+            file.write(packed[len(packed) // 2 :])
+        records += take(reader, 50_000 - len(records))[0]
+        assert records == [b"%d" % i for i in range(50_000)]
+        assert reader.poll(1, 0.1) == []
+        assert reader.lag() == Lag(0, 0.0)
+        with gzip.open(tmp_path / "a.gz", "ab") as file:  # another member
+            file.write(b"more\n")
+        assert take(reader, 1)[0] == [b"more"]
+    with closing(open_reader(place)) as again:
+        again.open(positions[-1])
+        assert take(again, 49_001)[0] == [*(b"%d" % i for i in range(1000, 50_000)), b"more"]
+    with closing(open_reader(f"{place}?from=end")) as last:
+        assert last.poll(1, 0.1) == []
+
+
+@pytest.mark.parametrize("damage", ["ends early", "wrong checksum"])
+def test_damaged_gzip_is_one_damaged_record_when_the_next_file_is_there(tmp_path, damage):
+    packed = gzip.compress(b"".join(b"%d\n" % i for i in range(50_000)))
+    (tmp_path / "a.gz").write_bytes(
+        packed[:-8] + bytes(8) if damage == "wrong checksum" else packed[: len(packed) // 2]
+    )
+    with closing(open_reader(f"dir:{tmp_path}")) as reader:
+        read = []
+        while chunks := reader.poll(100_000, 0.1):
+            read += chunks[0].records
+        assert read == [b"%d" % i for i in range(len(read))]
+        assert len(read) > 1000
+        (tmp_path / "b").write_bytes(b"next\n")
+        (chunk,) = reader.poll(10, LIMIT_S)
+        assert "its rest is skipped" in chunk.damaged
+        assert take(reader, 1)[0] == [b"next"]
 
 
 def test_a_line_that_a_killed_writer_left_half_written_is_removed(tmp_path):

@@ -297,12 +297,27 @@ def test_many_sessions_write_at_once(registry):
 
 
 def test_a_session_without_heartbeat_loses_its_values_in_a_directory(tmp_path):
-    one = DirectoryRegistry(tmp_path, session_timeout=60, poll_interval=0.02)
+    one = DirectoryRegistry(tmp_path, session_timeout=0.4, poll_interval=0.02)
+    slow = DirectoryRegistry(tmp_path, session_timeout=600, poll_interval=0.02)
+    two = DirectoryRegistry(tmp_path, session_timeout=0.2, poll_interval=0.02)
+    for each, path in ((one, "/e"), (slow, "/slow")):
+        each.start()
+        each.put(path, b"", ephemeral=True)
+        each._stop.set()  # as if the process were killed
+        each._thread.join(60)
+    two.start()
+    eventually(lambda: two.get("/e") is None)
+    assert two.get("/slow") is not None  # each session has its own timeout
+    two.stop()
+
+
+def test_a_session_without_a_timeout_in_its_file_has_that_of_the_reader(tmp_path):
+    (tmp_path / "=sessions").mkdir()
+    (tmp_path / "=sessions" / "of-0.1").touch()
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "=data").touch()
+    (tmp_path / "e" / "=owner").write_text("of-0.1")
     two = DirectoryRegistry(tmp_path, session_timeout=0.4, poll_interval=0.02)
-    one.start()
-    one.put("/e", b"", ephemeral=True)
-    one._stop.set()  # as if the process were killed
-    one._thread.join(60)
     two.start()
     eventually(lambda: two.get("/e") is None)
     two.stop()

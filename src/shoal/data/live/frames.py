@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 from shoal import _core
-from shoal.data.live.protocol import Damaged
+from shoal.data.live.protocol import REST, Damaged
 
 _MAX_FRAME = 1 << 30
-REST = 1 << 62
-"""The end offset of a file whose rest cannot be read."""
 
 
 class Frames:
@@ -34,10 +32,10 @@ class Frames:
         try:
             payloads, offsets, consumed = _core.read_frames(self._rest, 0, len(self._rest))
         except ValueError as error:
-            self._give_up(str(error))
+            self.give_up(str(error))
             return
         if len(self._rest) - consumed > _MAX_FRAME:
-            self._give_up(f"a record has more than {_MAX_FRAME} bytes")
+            self.give_up(f"a record has more than {_MAX_FRAME} bytes")
             return
         for payload, end in zip(payloads, [*offsets[1:], consumed], strict=False):
             record = Damaged("the record's checksum does not match") if payload is None else payload
@@ -48,11 +46,12 @@ class Frames:
     def finish(self) -> None:
         """Mark the end of the input."""
         if self._rest:
-            self._give_up("the file ends inside a record")
+            self.give_up("the file ends inside a record")
 
-    def _give_up(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
+        """Mark the end of what can be read."""
         self._rest, self._end = b"", REST
-        self._ready.append((Damaged(f"the file is damaged ({why}); its rest is skipped"), REST))
+        self._ready.append((Damaged.rest(why), REST))
 
     def take(self, count: int) -> tuple[list[bytes], list[int]]:
         """Take at most ``count`` records, and the offset of each one's end; a damaged record is returned alone."""

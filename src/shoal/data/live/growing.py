@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import fnmatch
+import gzip
 import os
 import re
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
-from zlib import crc32
 
 from shoal.data.live.address import Address, bad_from, log, remaining
-from shoal.data.live.frames import REST, Frames
+from shoal.data.live.frames import Frames
 from shoal.data.live.lines import Lines
-from shoal.data.live.protocol import Chunk, Lag
+from shoal.data.live.protocol import REST, Chunk, Lag
 from shoal.data.live.rows import REST_ROW, ParquetPart
-from shoal.data.source import open_bytes
+from shoal.data.source import Unpacked, is_gzip, open_bytes
 from shoal.errors import ConfigError, DataError
 from shoal.metrics import emit_counter
 
@@ -64,7 +65,7 @@ class Folder:
     def _ours(self, name: str) -> bool:
         if name[0] in "._" or name.endswith(".tmp") or not fnmatch.fnmatch(name, self._pattern):
             return False
-        return self._share[1] == 1 or crc32(name.encode()) % self._share[1] == self._share[0]
+        return self._share[1] == 1 or zlib.crc32(name.encode()) % self._share[1] == self._share[0]
 
     def after(self, current: str | None) -> str | None:
         """Return the next file; None if there is none yet."""
@@ -95,7 +96,10 @@ class Tail:
     def __init__(self, path: str, cut: Lines | Frames) -> None:
         self._path, self._cut = path, cut
         self._file: Any = None
-        self.finish, self.take = cut.finish, cut.take
+        self._at = cut.offset  # how far it has been read
+        self._packed, self._size = False, 0  # whether it is gzip, and the size up to which it has been unpacked
+        self._why = ""  # why it cannot be unpacked further until it grows
+        self.take = cut.take
 
     def __bool__(self) -> bool:
         return bool(self._cut)
@@ -107,24 +111,49 @@ class Tail:
 
     def read(self) -> bool:
         """Read more; return whether there was anything."""
-        if self._file is None:
-            if self._cut.offset >= REST:
+        try:
+            if self._file is None and not self._open():
                 return False
-            try:
-                self._file = open_bytes(self._path)
-            except (ConfigError, OSError):
-                if os.path.exists(self._path):
-                    raise
-                return False  # it was deleted
-            self._file.seek(self._cut.offset)
-        block = self._file.read(_BLOCK)
+            block = self._file.read(_BLOCK)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            self._why = str(error)
+            self.close()
+            return False
+        self._at += len(block)
         if block:
             self._cut.add(block)
+        elif self._packed:
+            self._size = os.fstat(self._file.fileno()).st_size
         return bool(block)
+
+    def _open(self) -> bool:
+        if self._cut.offset >= REST:
+            return False
+        try:
+            size = os.path.getsize(self._path)
+            if size == self._size:  # nothing is new; it is not known yet whether an empty file is gzip
+                return False
+            self._file = open_bytes(self._path)
+        except (ConfigError, OSError):
+            if os.path.exists(self._path):
+                raise
+            return False  # it was deleted
+        self._size, self._packed, self._why = size, isinstance(self._file, Unpacked), ""
+        self._file.seek(self._at)
+        return True
+
+    def finish(self) -> None:
+        """Mark the end of the input."""
+        if self._why:
+            self._cut.give_up(self._why)
+            self._why = ""
+        else:
+            self._cut.finish()
 
     def waits(self) -> bool:
         """Whether it has data that was not taken yet."""
-        return os.path.getsize(self._path) > self._cut.offset
+        size = os.path.getsize(self._path)
+        return size > (self._size if self._packed else self._cut.offset) or self._at > self._cut.offset
 
     def close(self) -> None:
         if self._file is not None:
@@ -184,7 +213,8 @@ class GrowingReader:
                 return [None, 0]
             if self._framing == "parquet":
                 return [names[-1], REST_ROW]
-            return [names[-1], os.path.getsize(self._folder.full(names[-1]))]
+            last = self._folder.full(names[-1])
+            return [names[-1], REST if is_gzip(last) else os.path.getsize(last)]
         if text not in names:
             raise (
                 bad_from(self._address, "the name of a file to begin with")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import accumulate
 
+from shoal.data.live.protocol import REST, Damaged
 from shoal.errors import DataError
 
 _MAX_LINE = 1 << 28
@@ -19,9 +20,10 @@ class Lines:
         self._rest: list[bytes] = []
         self._rest_bytes = 0
         self._ready: deque[bytes] = deque()
+        self._damaged: Damaged | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._ready)
+        return bool(self._ready) or self._damaged is not None
 
     def add(self, block: bytes) -> None:
         cut = block.rfind(b"\n")
@@ -41,8 +43,16 @@ class Lines:
             self._ready.append(b"".join(self._rest))
             self._rest, self._rest_bytes = [], 0
 
+    def give_up(self, why: str) -> None:
+        """Mark the end of what can be read."""
+        self._rest, self._rest_bytes = [], 0
+        self._damaged = Damaged.rest(why)
+
     def take(self, count: int) -> tuple[list[bytes], list[int]]:
-        """Take at most ``count`` lines, and the offset of each one's end."""
+        """Take at most ``count`` lines, and the offset of each one's end; a damaged rest is returned alone."""
+        if not self._ready and self._damaged is not None:
+            damaged, self._damaged, self.offset = self._damaged, None, REST
+            return [damaged], [REST]
         if count >= len(self._ready):
             lines = list(self._ready)
             self._ready.clear()

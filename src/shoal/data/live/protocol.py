@@ -10,6 +10,10 @@ Position = Any
 """A JSON value. ``Reader.open({partition: position})`` continues after the record that has this position."""
 
 
+REST = 1 << 62
+"""The end offset of a file whose rest cannot be read."""
+
+
 class Damaged(bytes):
     """An unreadable part of a source, alone in its `Chunk`; its bytes are the reason."""
 
@@ -19,6 +23,11 @@ class Damaged(bytes):
         made = super().__new__(cls, why.encode())
         made.why = why
         return made
+
+    @classmethod
+    def rest(cls, why: str) -> Damaged:
+        """The part of a file that follows its last readable record."""
+        return cls(f"the file is damaged ({why}); its rest is skipped")
 
 
 @dataclass(frozen=True, slots=True)

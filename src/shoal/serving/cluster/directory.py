@@ -62,9 +62,10 @@ class DirectoryRegistry:
         if not self._session:
             return
         self._stop.set()
-        session, self._session = self._session, ""
         with contextlib.suppress(FileNotFoundError), self._store.locked():  # the directory itself may be gone
+            session, self._session = self._session, ""
             self._store.end_session(session)
+        self._session = ""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
         self._notify(KazooState.LOST)

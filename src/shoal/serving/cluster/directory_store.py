@@ -1,8 +1,8 @@
 """The files of the embedded registry: nodes, sessions, and the lock for changes.
 
 A node is a folder with a file ``=data``; an ephemeral one also has ``=owner``, the session that created it. A session
-is a file under ``=sessions`` whose modification time is its last heartbeat; any process removes the nodes of sessions
-without a recent heartbeat.
+is a file under ``=sessions`` with its timeout in seconds; its modification time is its last heartbeat. Any process
+removes the nodes of sessions without a recent heartbeat.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class DirectoryStore:
 
     def begin_session(self) -> str:
         session = uuid.uuid4().hex
-        self._session_file(session).touch()
+        _write(self._session_file(session).parent, session, repr(self._session_timeout).encode())
         return session
 
     def beat(self, session: str) -> bool:
@@ -72,11 +72,10 @@ class DirectoryStore:
 
     def reap(self) -> None:
         """Remove sessions without a recent heartbeat, and the nodes of ended sessions."""
-        horizon = time.time() - self._session_timeout
-        alive = set()
+        now, alive = time.time(), set()
         for file in (self.root / "=sessions").iterdir():
             with contextlib.suppress(FileNotFoundError):
-                if file.stat().st_mtime < horizon:
+                if file.stat().st_mtime < now - self._timeout_of(file):
                     file.unlink(missing_ok=True)
                 else:
                     alive.add(file.name)
@@ -85,6 +84,12 @@ class DirectoryStore:
             with contextlib.suppress(FileNotFoundError):
                 if owner.read_text() not in alive:
                     shutil.rmtree(owner.parent)
+
+    def _timeout_of(self, file: Path) -> float:
+        try:
+            return float(file.read_text())
+        except ValueError:  # version 0.1 wrote none
+            return self._session_timeout
 
     def _session_file(self, session: str) -> Path:
         return self.root / "=sessions" / session

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from shoal.errors import ConfigError, DeadlineError, PeerError, missing_extra
+from shoal.host import hold_ports
 from shoal.sharded.ps.security import ServerKeys
 
 
@@ -139,13 +140,3 @@ class RayServers:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def hold_ports(count: int) -> list[socket.socket]:
-    """Sockets bound to free ports. They do not listen, so servers can use the ports, which no other program gets."""
-    sockets = []
-    for _ in range(count):
-        sockets.append(one := socket.socket())
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        one.bind(("127.0.0.1", 0))
-    return sockets
