@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from shoal.host import hold_ports
+from shoal.host import HeldPorts
 from shoal.sharded import Engine, ParameterServer, PsClient, Shard
 
 PROGRAM = """
@@ -40,9 +40,9 @@ def test_products_in_bfloat16_work_or_the_error_says_what_to_set(limit):
 
 
 def test_no_other_program_gets_a_port_that_is_held_but_servers_can_use_it():
-    for one in hold_ports(3):
-        port = one.getsockname()[1]
-        with one, socket.socket() as other:
+    held = HeldPorts(3)
+    for port in held.numbers:
+        with socket.socket() as other:
             for _ in range(2):  # again after a restart
                 with pytest.raises(OSError, match="in use"):
                     other.bind(("127.0.0.1", port))
@@ -54,3 +54,7 @@ def test_no_other_program_gets_a_port_that_is_held_but_servers_can_use_it():
             assert served.add_insecure_port(f"127.0.0.1:{port}") == port
             served.start()
             assert served.stop(None).wait(60)
+    held.close()
+    for port in held.numbers:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", port))

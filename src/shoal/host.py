@@ -44,17 +44,24 @@ def require_bfloat16(setting: str) -> None:
         )
 
 
-def hold_ports(count: int, host: str = "127.0.0.1") -> list[socket.socket]:
-    """Sockets bound to free ports. They do not listen, so servers can use the ports, which no other program is given,
-    also not between two starts of a server."""
-    sockets: list[socket.socket] = []
-    try:
-        for _ in range(count):
-            sockets.append(one := socket.socket())
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind((host, 0))
-    except OSError:
-        for one in sockets:
+class HeldPorts:
+    """Free ports that no other program is given until `close`, also while the server that uses one restarts.
+
+    Sockets are bound to them but do not listen, so a server that sets ``SO_REUSEADDR`` can.
+    """
+
+    def __init__(self, count: int, host: str = "127.0.0.1") -> None:
+        self._sockets: list[socket.socket] = []
+        try:
+            for _ in range(count):
+                self._sockets.append(one := socket.socket())
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                one.bind((host, 0))
+        except OSError:
+            self.close()
+            raise
+        self.numbers: list[int] = [one.getsockname()[1] for one in self._sockets]
+
+    def close(self) -> None:
+        for one in self._sockets:
             one.close()
-        raise
-    return sockets

@@ -162,7 +162,7 @@ def test_replicas_of_a_registry(tmp_path):
 def test_a_registry_that_does_not_exist_is_named_and_not_created(tmp_path, capsys, argv):
     address = f"dir:{tmp_path / 'typo'}"
     assert main([each.replace("{}", address, 1) if each == "{}" else each for each in argv]) == 2
-    assert f"there is no registry {address}: the folder does not exist" in capsys.readouterr().err
+    assert f"registry {address} does not exist" in capsys.readouterr().err
     assert not (tmp_path / "typo").exists()
 
 

@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from shoal import _core
@@ -89,7 +90,7 @@ class Saved:
 
     def read(self, name: str) -> bytes:
         """Read and check a file; return its bytes."""
-        data = self._read(name, _read_file)
+        data = self._read(name, lambda path: Path(path).read_bytes())
         self.check(name, (len(data), _core.crc32c(data)))
         return data
 
@@ -124,11 +125,6 @@ class Saved:
             if path == (final := os.path.join(self.folder, name)):
                 raise
             return use(final)
-
-
-def _read_file(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
 
 
 def write_saved(

@@ -20,6 +20,8 @@ from shoal.errors import ConfigError, DeadlineError, PeerError
 
 STATE, LOCK, LOGS, REQUESTS = "state.json", "lock", "logs", "requests"
 TAIL_LINES = 12
+_LOOK_S = 10.0
+"""The longest that another command may look at a folder's lock."""
 
 
 @contextmanager
@@ -32,8 +34,9 @@ def only_one(folder: str) -> Iterator[None]:
     os.makedirs(folder, exist_ok=True)
     fd = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o644)
     try:
+        deadline = time.monotonic() + _LOOK_S
         while not _lock(fd, fcntl.LOCK_EX):
-            if (pid := holder(folder)) is not None:
+            if (pid := holder(folder)) is not None or time.monotonic() > deadline:
                 raise ConfigError(
                     f"`shoal up` is already running in {folder} as process {pid or 'unknown'}; stop it with "
                     "`shoal up stop`, or give this one another [up] dir"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from shoal.errors import ConfigError
-from shoal.host import hold_ports
+from shoal.host import HeldPorts
 from shoal.up.config import Online
 from shoal.up.files import Log
 from shoal.up.plan import PORTS, Kind, Place, Places, Process, names_of
@@ -87,14 +86,14 @@ class LocalLauncher:
     """Starts processes on this machine, on the ports in the file, or else on free ones, held until `close`."""
 
     def __init__(self) -> None:
-        self._held: list[socket.socket] = []
+        self._held: list[HeldPorts] = []
 
     def places(self, online: Online) -> Places:
         kinds = names_of(online)
         fixed = {name: fixed_ports(online, name, kind) for name, kind in kinds.items()}
-        held = hold_ports(sum(len(PORTS[kind]) for kind in kinds.values()))
-        self._held += held
-        free = iter([one.getsockname()[1] for one in held])
+        held = HeldPorts(sum(len(PORTS[kind]) for kind in kinds.values()))
+        self._held.append(held)
+        free = iter(held.numbers)
         found = {}
         for name, kind in kinds.items():
             host = online.replicas.host if kind == "replica" else "127.0.0.1"

@@ -8,11 +8,10 @@ on the same node and ports. Checkpoints, exports and a registry in a folder must
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 
 from shoal.errors import DeadlineError, PeerError, missing_extra
-from shoal.host import hold_ports
+from shoal.host import HeldPorts
 from shoal.up.config import Online
 from shoal.up.files import Log
 from shoal.up.local import fixed_ports
@@ -37,16 +36,15 @@ class _Host:
     def __init__(self, folder: str) -> None:
         os.chdir(folder)
         self._process: Any = None
-        self._held: list[socket.socket] = []
+        self._held: HeldPorts | None = None
         self._lines: list[str] = []
 
     def about(self, ports: int) -> tuple[str, str, list[int]]:
         """(address of the node, its id, ports that are free there and stay so until this actor ends)."""
         import ray
 
-        self._held = hold_ports(ports, "0.0.0.0")
-        numbers = [one.getsockname()[1] for one in self._held]
-        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), numbers
+        self._held = HeldPorts(ports, "0.0.0.0")
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), self._held.numbers
 
     def start(self, arguments: tuple[str, ...]) -> int:
         from shoal.up.local import LocalProcess

@@ -96,9 +96,9 @@ class Tail:
     def __init__(self, path: str, cut: Lines | Frames) -> None:
         self._path, self._cut = path, cut
         self._file: Any = None
-        self._at = cut.offset  # how far it has been read
-        self._packed, self._size = False, 0  # whether it is gzip, and the size up to which it has been unpacked
-        self._why = ""  # why it cannot be unpacked further until it grows
+        self._read_to = cut.offset
+        self._is_gzip, self._size_unpacked = False, 0
+        self._unpack_error = ""  # until the file grows
         self.take = cut.take
 
     def __bool__(self) -> bool:
@@ -116,14 +116,14 @@ class Tail:
                 return False
             block = self._file.read(_BLOCK)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            self._why = str(error)
+            self._unpack_error = str(error)
             self.close()
             return False
-        self._at += len(block)
+        self._read_to += len(block)
         if block:
             self._cut.add(block)
-        elif self._packed:
-            self._size = os.fstat(self._file.fileno()).st_size
+        elif self._is_gzip:
+            self._size_unpacked = os.fstat(self._file.fileno()).st_size
         return bool(block)
 
     def _open(self) -> bool:
@@ -131,29 +131,29 @@ class Tail:
             return False
         try:
             size = os.path.getsize(self._path)
-            if size == self._size:  # nothing is new; it is not known yet whether an empty file is gzip
+            if size == self._size_unpacked:  # nothing is new; it is not known yet whether an empty file is gzip
                 return False
             self._file = open_bytes(self._path)
         except (ConfigError, OSError):
             if os.path.exists(self._path):
                 raise
             return False  # it was deleted
-        self._size, self._packed, self._why = size, isinstance(self._file, Unpacked), ""
-        self._file.seek(self._at)
+        self._size_unpacked, self._is_gzip, self._unpack_error = size, isinstance(self._file, Unpacked), ""
+        self._file.seek(self._read_to)
         return True
 
     def finish(self) -> None:
         """Mark the end of the input."""
-        if self._why:
-            self._cut.give_up(self._why)
-            self._why = ""
+        if self._unpack_error:
+            self._cut.give_up(self._unpack_error)
+            self._unpack_error = ""
         else:
             self._cut.finish()
 
     def waits(self) -> bool:
         """Whether it has data that was not taken yet."""
         size = os.path.getsize(self._path)
-        return size > (self._size if self._packed else self._cut.offset) or self._at > self._cut.offset
+        return size > (self._size_unpacked if self._is_gzip else self._cut.offset) or self._read_to > self._cut.offset
 
     def close(self) -> None:
         if self._file is not None:

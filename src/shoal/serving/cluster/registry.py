@@ -97,7 +97,7 @@ def check_directory(text: str) -> None:
     because opening a registry creates it."""
     if is_directory_address(text) and not os.path.isdir(_folder(text)):
         raise ConfigError(
-            f"there is no registry {text}: the folder does not exist; servers started with --registry {text} create it"
+            f"registry {text} does not exist; correct the path, or start a server with --registry {text} to create it"
         )
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from shoal.errors import ConfigError, DeadlineError, PeerError, missing_extra
-from shoal.host import hold_ports
+from shoal.host import HeldPorts
 from shoal.sharded.ps.security import ServerKeys
 
 
@@ -81,8 +81,8 @@ class RayServers:
         if not ray.is_initialized():
             raise ConfigError("RayServers: connect to a cluster first, with ray.init()")
         self._start_within = start_within
-        self._held = [] if ports is not None else hold_ports(count)
-        ports = list(ports) if ports is not None else [one.getsockname()[1] for one in self._held]
+        self._held = HeldPorts(count if ports is None else 0)
+        ports = list(ports) if ports is not None else self._held.numbers
         options = {
             "durability": durability, "directory": directory, "host": host, "ports": ports, "keys": keys,
             "insecure": insecure, "checkpoint_every": checkpoint_every,
@@ -92,7 +92,7 @@ class RayServers:
             self.actors = [actor.remote(i, count, options) for i in range(count)]
             self.addresses: list[str] = self._ask("address")
         except BaseException:
-            self._release_ports()
+            self._held.close()
             raise
 
     def _ask(self, method: str) -> list[Any]:
@@ -129,11 +129,7 @@ class RayServers:
         ray.wait(calls, num_returns=len(calls), timeout=30)
         for actor in self.actors:
             ray.kill(actor)
-        self._release_ports()
-
-    def _release_ports(self) -> None:
-        for one in self._held:
-            one.close()
+        self._held.close()
 
     def __enter__(self) -> RayServers:
         return self

@@ -77,16 +77,18 @@ def restore_hash_filter(hash_filter: Any, basename: StrPath, enable_hash_filter:
     """
     if not enable_hash_filter or not isinstance(hash_filter, SlidingHashFilter):
         return
-    _set(hash_filter, *_read_newest(hash_filter, basename))
+    _set_counts(hash_filter, *_read_counts(hash_filter, basename))
 
 
-def _set(hash_filter: SlidingHashFilter, blocks: list[FilterBlockState], meta: SlidingHashFilterMetaDump) -> None:
+def _set_counts(
+    hash_filter: SlidingHashFilter, blocks: list[FilterBlockState], meta: SlidingHashFilterMetaDump
+) -> None:
     for block, state in enumerate(blocks):
         hash_filter.set_block(block, state)
     hash_filter.set_head(meta.head, meta.head_increment, meta.failure_count)
 
 
-def _read_newest(
+def _read_counts(
     hash_filter: SlidingHashFilter, basename: StrPath
 ) -> tuple[list[FilterBlockState], SlidingHashFilterMetaDump]:
     """The counts of every block, and the metadata of the filter."""
@@ -195,9 +197,9 @@ class HashFilterCheckpointRestorerListener(_HashFilterListener):
         if folder is None:
             return False
         settle(folder, [name for name, _ in kept])
-        read = [(hash_filter, *_read_newest(hash_filter, os.path.join(folder, name))) for name, hash_filter in kept]
+        read = [(hash_filter, *_read_counts(hash_filter, os.path.join(folder, name))) for name, hash_filter in kept]
         for hash_filter, blocks, meta in read:
-            _set(hash_filter, blocks, meta)
+            _set_counts(hash_filter, blocks, meta)
         return True
 
 
